@@ -128,7 +128,8 @@ class Forward(Protocol):
         the cell's `batch` is `pairs`, rows 2i and 2i+1 are one, of shape [S, 2] in Megatron. Where it is `packed`,
         rows 3i to 3i+2 are packed into one sequence: a row ends before its first -1, and logits after its end are
         not read. S is a multiple of TP, and of 2·CP·TP under CP, and not the same in every call. Weights are those that
-        parameters hold now, which may have changed in place, or been given new memory as `.data`.
+        parameters hold now, which may have changed in place, or been given new memory as `.data`; that only where
+        `Claims.memory` is `now`.
         """
 
 

@@ -285,7 +285,7 @@ class Claims:
     engine_routes: bool = False  # samples of an engine carry its routes
     lasts: str = "stream"  # what a stream gives keeps its values: until the stream ends, or the next comes
     lends: bool = False  # what `Export.stream` gives may be the model's own parameters, to be read and never written
-    memory: str = "now"  # `Export.stream` reads parameters where they are now, or in the memory they were `built` in
+    memory: str = "now"  # parameters are read where they are now, or in the memory they were `built` in
     missing_rows: bool = True  # an engine's routes may have rows of -1, which are left to the router
     mtp_detached: bool = False  # the loss of multi-token prediction layers trains these alone: no embedding, no head
     mtp_in_policy: bool = False  # with a policy's loss these layers have theirs too

@@ -50,6 +50,7 @@ from moeref_conformance.selftest.border import (
     facet,
     inventory,
     names,
+    placed,
     stream,
 )
 from moeref_conformance.selftest.faults import adapters
@@ -592,9 +593,15 @@ def _in_one_storage(session: Any, cell: Cell, world: World) -> Any:
 
 
 def _from_built_memory(session: Any, cell: Cell, world: World) -> Any:
-    """Every stream reads the memory in which the parameters were built."""
-    parameters = [parameter for chunk in session.export.chunks() for parameter in chunk.parameters()]
-    return reading(session, {parameter: parameter.data for parameter in parameters})
+    """Every stream and forward reads the memory in which the parameters were built."""
+    good, parameters = session.forward, [of for chunk in session.export.chunks() for of in chunk.parameters()]
+    memory = {parameter: parameter.data for parameter in parameters}
+
+    def logits(tokens_BS: torch.Tensor) -> Any:
+        with placed(memory):
+            return good.logits(tokens_BS)
+
+    return facet(reading(session, dict(memory)), "forward", logits=logits)
 
 
 def _unset(session: Any, cell: Cell, world: World) -> Any:

@@ -7,7 +7,8 @@ settings. Nothing here depends on how a target works inside.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,19 @@ def each_chunk(change: Callable[[Any], None]) -> Change:
         return session
 
     return wrap
+
+
+@contextmanager
+def placed(memory: Mapping[torch.nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """Parameters have this memory inside the `with` block."""
+    before = {parameter: parameter.data for parameter in memory}
+    for parameter, data in memory.items():
+        parameter.data = data
+    try:
+        yield
+    finally:
+        for parameter, data in before.items():
+            parameter.data = data
 
 
 def inventory(session: Any) -> dict[tuple[int, str], torch.Tensor]:

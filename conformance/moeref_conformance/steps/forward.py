@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from moeref_conformance.contract.api import Forward
 from moeref_conformance.contract.requests.forward import FACTOR, KEPT
 from moeref_conformance.contract.requests.sequences import shorter
-from moeref_conformance.steps.bystanders import amid_training
+from moeref_conformance.steps.bystanders import amid_training, partly_frozen
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.hidden_states import entering_norms
 from moeref_conformance.steps.tensors import module_tensors
@@ -27,8 +27,8 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
     The first forwards come amid training. What they have changed of that is for the step `around`.
 
     A target that keeps something of one forward, such as the cosines of its positions, may be wrong in a longer one or
-    in a shorter one. In the last one weights are `scaled`, where stages are one: others that were kept show. Under
-    replay the facet `replay` has a shorter one.
+    in a shorter one. In the last two weights are `scaled` and `moved`, where stages are one: others that were kept
+    show. Under replay the facet `replay` has a shorter one. In the first ones parameters are `partly_frozen`.
     """
     tokens_BS = load_file(context.input("tokens"))["tokens"]
     length = shorter(tokens_BS.shape[1], context.cell) if context.cell.replay == "off" else 0
@@ -42,21 +42,23 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
         with entering_norms(chunks, entering, "entering"):
             return forward.logits(tokens_BS)
 
-    logits_BSV, left = amid_training(chunks, both)
+    with partly_frozen(chunks):
+        logits_BSV, left = amid_training(chunks, both)
     found = {"logits": logits_BSV, **entering}
     last = last_layer(context) if length else []
     if length:
         with scaled(last):
             found["shorter"] = forward.logits(first_BS)
-    plain = last if all(type(of.data) is torch.Tensor for of in last) else []  # a quantised tensor has parts
-    if plain:
-        with moved(plain):
+    # A quantised tensor has parts, and a target may stay with the memory that it built.
+    movable = context.claims.memory == "now" and all(type(of.data) is torch.Tensor for of in last)
+    if last and movable:
+        with moved(last):
             found["moved"] = forward.logits(first_BS)
     saved = {name: logits_BSV for name, logits_BSV in found.items() if logits_BSV is not None}
     if saved:
         context.save("forward", saved)
     context.made["around_forward"] = left
-    return {"has": "logits" in saved, "shorter": length, "changed": len(last), "moved": len(plain)}
+    return {"has": "logits" in saved, "shorter": length, "changed": len(last), "moved": len(last) * movable}
 
 
 def around(forward: Forward, context: Context) -> list[list[str]]:

@@ -116,6 +116,13 @@ FAULTS = (
         "config of 0:",
     ),
     _amid(
+        "forward-unfreezes",
+        "peft#3636 in kind: who takes adapters off for a forward and puts them on again trains what was frozen",
+        "FWD-003",
+        _trained,
+        "requires_grad of 0:",
+    ),
+    _amid(
         "logprobs-draw",
         "reported nowhere: log-probabilities are of tokens that are drawn, and a run depends on how often it is asked",
         "LGP-005",

@@ -152,6 +152,16 @@ FAULTS = (
         diagnosis="aux_loss is left out",
     ),
     Fault(
+        id="router-loss-beside-a-policys-lost-in-packs",
+        bug="unsloth#6904: a policy's step has the loss of routers, but for the path that packed samples take",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "ep2", batch="packed", loss_mask=True, router_loss="aux_loss"),
+        wrap=with_loss("policy", "policy_gradients", moe_aux_loss_coeff=0.0),
+        one_rank=True,
+        says="policy: the gradient of",
+        diagnosis="aux_loss is left out",
+    ),
+    Fault(
         id="router-loss-beside-a-policys-of-each-microbatch",
         bug="NVIDIA-NeMo/labs-molt#134, NeMo-RL#3888: beside an RL loss that of routers is divided by another number",
         rules=("GRD-004",),

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from moeref_conformance.contract.api import Cell, Session, World
-from moeref_conformance.selftest.border import Change, each_chunk, facet, read_as
+from moeref_conformance.selftest.border import Change, each_chunk, facet, placed, read_as
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.gradients import configured
 from moeref_conformance.selftest.faults.steps import with_first
@@ -128,17 +128,14 @@ def _whole_heads_under_axes(cell: Cell, world: World) -> tuple[Cell, World]:
 
 def _first_memory(session: Session, cell: Cell, world: World) -> Any:
     """Forwards read the memory that experts' weights had in the first one."""
-    good, export, kept = cast("Any", session.forward), cast("Any", session.export), dict[str, torch.Tensor]()
+    good, export = cast("Any", session.forward), cast("Any", session.export)
+    first = dict[torch.nn.Parameter, torch.Tensor]()
 
     def logits(tokens_BS: torch.Tensor) -> Any:
         (chunk,) = export.chunks()
-        held = [(name, of, of.data) for name, of in chunk.named_parameters() if ".experts." in name]
-        for name, parameter, data in held:
-            parameter.data = kept.setdefault(name, data)
-        answer = good.logits(tokens_BS)
-        for _, parameter, data in held:
-            parameter.data = data
-        return answer
+        experts = (of for name, of in chunk.named_parameters() if ".experts." in name)
+        with placed({parameter: first.setdefault(parameter, parameter.data) for parameter in experts}):
+            return good.logits(tokens_BS)
 
     return facet(session, "forward", logits=logits)
 

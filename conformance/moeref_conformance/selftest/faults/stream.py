@@ -13,7 +13,7 @@ import torch
 
 from moeref_conformance.contract.api import Cell, TensorMeta, World
 from moeref_conformance.selftest import border
-from moeref_conformance.selftest.border import Pair, described
+from moeref_conformance.selftest.border import Pair, described, placed
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 
@@ -196,14 +196,9 @@ def reading(session: Any, memory: dict[torch.nn.Parameter, torch.Tensor]) -> Any
     """`session` whose stream reads parameters from `memory`; those not in it from where they are, ever after."""
 
     def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
-        now = {parameter: parameter.data for chunk in session.export.chunks() for parameter in chunk.parameters()}
-        for parameter in now:
-            parameter.data = memory.setdefault(parameter, parameter.data)
-        try:
+        own = (parameter for chunk in session.export.chunks() for parameter in chunk.parameters())
+        with placed({parameter: memory.setdefault(parameter, parameter.data) for parameter in own}):
             yield from pairs
-        finally:
-            for parameter, data in now.items():
-                parameter.data = data
 
     return border.stream(session, rewrite)
 

@@ -63,8 +63,6 @@ def _machine_settings(record: Record, device: str) -> dict[str, Setting]:
         "use_cpu_initialization": device == "cpu",
     }
     found = {name: Setting(value, "default") for name, value in values.items()}
-    if model.gated_delta_net and gated_delta_net.replace_missing_fla():
-        found["deterministic_mode"] = Setting(True, "default", "GatedDeltaNet without kernels for GPUs")
     asked = {name for name, one in by_name.items() if one.asked}
     return {name: one for name, one in found.items() if name not in asked}
 

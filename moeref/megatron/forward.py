@@ -43,7 +43,8 @@ def packed_logits(
     """As `logits`, of samples `tokens_S` that are packed: a microbatch for each of `packs`. Logits [S, V] by sample.
 
     Samples are padded as `moeref.dispatcher.padding.plan` says. Raises ValueError for a pack without tokens. For gated
-    delta nets megatron-core raises AssertionError in deterministic mode, and 0.16 NotImplementedError in any mode.
+    delta nets megatron-core raises AssertionError where `deterministic_mode` is asked for, and 0.16
+    NotImplementedError in any mode.
     """
     packed = batches.of_samples(on_device(packs, chunks), packing_plan(chunks, shard_map.layout))
     found = outputs(chunks, shard_map, packed, _as_it_is, _whole)

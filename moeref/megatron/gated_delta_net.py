@@ -1,14 +1,14 @@
 """Gated delta nets in plain torch, where megatron-core needs flash-linear-attention (FLA).
 
-The net is megatron-core's own GatedDeltaNet in its deterministic form, which is plain torch except for one function of
-FLA.
+The net is megatron-core's own GatedDeltaNet. Of FLA it calls three functions, which are here by their names.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,19 +20,62 @@ from moeref.megatron.norms import Norm
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """`x` divided by its L2 norm over the last dimension, as FLA's function of this name."""
+    """`x` divided by its L2 norm over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
-def replace_missing_fla() -> bool:
-    """Give megatron-core's module the one function of FLA that it needs, if FLA is not installed; whether it is not.
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, None]:
+    """The convolution of each channel of `x` [B, S, D] with its `weight` [D, W], and SiLU, as megatron-core calls it.
 
-    GatedDeltaNet requires the whole package when it is built, even in the deterministic form, which uses no kernel.
+    Positions before the first are 0. Of packed samples, which `cu_seqlens` cuts S into, each begins anew. Sums are in
+    fp32, and of W terms in order: `conv1d`'s order is another for another S.
     """
+    width, done = weight.shape[1], []
+    for part_BSD in _parts(x.float(), cu_seqlens):
+        before_BSD = torch.nn.functional.pad(part_BSD, (0, 0, width - 1, 0))
+        terms = [before_BSD[:, at : at + part_BSD.shape[1]] * weight[:, at].float() for at in range(width)]
+        done.append(sum(terms[1:], terms[0]))
+    summed_BSD = torch.cat(done, 1)
+    return torch.nn.functional.silu(summed_BSD if bias is None else summed_BSD + bias.float()).to(x.dtype), None
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    **given: Any,
+) -> tuple[torch.Tensor, None]:
+    """The gated delta rule as megatron-core has it in plain torch, of each packed sample by itself; all [B, S, ...]."""
+    rule = gated_delta_net.torch_chunk_gated_delta_rule
+    parts = zip(*(_parts(of, cu_seqlens) for of in (q, k, v, g, beta)), strict=True)
+    return torch.cat([rule(*part[:3], g=part[3], beta=part[4], **given)[0] for part in parts], 1), None
+
+
+def _parts(of_BS: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """What each packed sample has of a tensor [B, S, ...]; the whole without any."""
+    ends = [0, of_BS.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    yield from (of_BS[:, begin:end] for begin, end in itertools.pairwise(ends))
+
+
+def _replace_missing_fla() -> None:
+    """Give megatron-core's modules what they call of FLA, if FLA is not installed."""
+    own = {"l2norm": l2norm, "causal_conv1d": causal_conv1d, "chunk_gated_delta_rule": chunk_gated_delta_rule}
     home: Any = sys.modules[gated_delta_net.torch_chunk_gated_delta_rule.__module__]
     if home.chunk_gated_delta_rule is None:
-        home.HAVE_FLA, home.l2norm = True, l2norm
-    return home.chunk_gated_delta_rule is None
+        home.HAVE_FLA = True
+        for module in (home, sys.modules[gated_delta_net.GatedDeltaNet.__module__]):
+            vars(module).update({name: of for name, of in own.items() if name in vars(module)})
 
 
 def attention_only(config: Any) -> Any:
@@ -48,6 +91,7 @@ def in_place_of_attention(
     layers: Sequence[ModuleSpec], is_delta: Sequence[bool], in_proj: type, out_proj: type
 ) -> list[ModuleSpec]:
     """`layers` with a gated delta net, made of these linears, as attention where `is_delta`."""
+    _replace_missing_fla()
     net = _net(in_proj, out_proj)
     return [
         replace(layer, submodules=replace(layer.submodules, self_attention=net)) if delta else layer

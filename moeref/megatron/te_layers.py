@@ -46,9 +46,7 @@ def check(record: Record) -> None:
     for what, since in needs.items():
         if not is_te_min_version(since):
             problems.append(f"{what} need Transformer Engine {since}, this is {get_te_version()}")
-    plain_net = model.gated_delta_net and gated_delta_net.replace_missing_fla()
-    unasked = settings.origin("deterministic_mode") == "provider default"
-    if (settings["deterministic_mode"] or (plain_net and unasked)) and os.environ.get(_DETERMINISTIC, "1") != "0":
+    if settings["deterministic_mode"] and os.environ.get(_DETERMINISTIC, "1") != "0":
         problems.append(f"deterministic_mode=True needs {_DETERMINISTIC}=0 in the environment, set before the start")
     if problems:
         raise ConfigError(f"{where}: " + "\n  ".join(problems))

@@ -247,7 +247,7 @@ class Cell:
 #: The axes of a cell by name.
 AXES = read_axes(fields(Cell))
 #: Fields of a layout and of a cell that `Claims.limits` may name: numbers and flags.
-LIMITED = tuple(f.name for of in (Layout, Cell) for f in fields(of) if f.type in ("int", "int | None", "bool"))
+LIMITED = (*(f.name for of in (Layout, Cell) for f in fields(of) if f.type in ("int", "int | None", "bool")), "rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +302,7 @@ class Claims:
     receivers: str = "writer"  # who `Export.stream` gives tensors to: the writer, all ranks, or each rank a share
     unmapped: str = "exported"  # a parameter that no table knows is refused on export, or as the model is `built`
     #: The most of a number or flag of the layout or the cell, for all families or one of those claimed:
-    #: {"vpp": 1, "qwen3_next.cp": 1, "mixtral.tied": 0}. LIMITED has the names.
+    #: {"vpp": 1, "qwen3_next.cp": 1, "mixtral.tied": 0}. LIMITED has the names; with `rows` of 2 no samples are packed.
     limits: Mapping[str, int] = field(default_factory=dict)
 
     def why_not(self, cell: Cell) -> str | None:

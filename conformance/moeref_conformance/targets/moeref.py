@@ -616,13 +616,15 @@ class _Session:
 
 
 def _limits() -> dict[str, int]:
-    """Of Qwen3-Next before megatron-core 0.19.
+    """Of Qwen3-Next and Qwen3.5 before megatron-core 0.19.
 
-    Gated delta nets take what a CP rank holds for a whole sequence, and TP ranks that share a KV group keep the gates
-    of all its heads.
+    Gated delta nets take what a CP rank holds for a whole sequence, and no packed samples. TP ranks that share a KV
+    group keep the gates of all its heads.
     """
-    minor = tuple(int(part) for part in record.installed_core().split(".")[:2])
-    return {} if minor >= (0, 19) else {"qwen3_next.cp": 1, "qwen3_next.shared_groups": 0}
+    if tuple(int(part) for part in record.installed_core().split(".")[:2]) >= (0, 19):
+        return {}
+    packed = {f"{family}.rows": 2 for family in ("qwen3_next", "qwen3_5_moe_text")}
+    return {"qwen3_next.cp": 1, "qwen3_next.shared_groups": 0, **packed}
 
 
 class MoerefTarget:

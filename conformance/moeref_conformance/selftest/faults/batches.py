@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moeref_conformance.contract.api import Cell, Session, TokenLogprobs, World
-from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.border import each_chunk, facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.routes import in_one
 
@@ -206,7 +206,42 @@ def _padding(
     return patch
 
 
+def _nets(chunk: Any) -> Iterator[Any]:
+    return (module for module in chunk.modules() if type(module).__name__ == "GatedDeltaNet")
+
+
+def _untold(chunk: Any) -> None:
+    """Gated delta nets are not told where packed samples begin."""
+    for net in _nets(chunk):
+        net.forward = lambda *given, good=net.forward, **named: good(*given, **{**named, "packed_seq_params": None})
+
+
+def _states_run_on(chunk: Any) -> None:
+    """The convolution in gated delta nets begins anew with each packed sample, the delta rule does not."""
+    for net in _nets(chunk):
+        rule = net.gated_delta_rule
+        net.gated_delta_rule = lambda *given, rule=rule, **named: rule(*given, **{**named, "cu_seqlens": None})
+
+
 FAULTS = (
+    Fault(
+        id="delta-nets-run-on-in-packs",
+        bug="Automodel#2147, prime-rl#3003, torchtitan#3892: gated delta nets take packed samples for one sequence",
+        rules=("FWD-001",),
+        cell=cell("qwen3_next", "one", batch="packed"),
+        wrap=each_chunk(_untold),
+        one_rank=True,
+        says="differ from transformers",
+    ),
+    Fault(
+        id="delta-states-run-on-in-packs",
+        bug="radixark/Megatron-LM#85 in kind: convolutions begin anew with each packed sample, states go on",
+        rules=("FWD-001",),
+        cell=cell("qwen3_5_moe_text", "one", batch="packed"),
+        wrap=each_chunk(_states_run_on),
+        one_rank=True,
+        says="differ from transformers",
+    ),
     Fault(
         id="padded-on-the-left",
         bug="trl#469 in kind: padding on the left that attention sees, of sequences whose length is no multiple",

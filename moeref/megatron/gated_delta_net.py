@@ -75,7 +75,7 @@ def _replace_missing_fla() -> None:
     if home.chunk_gated_delta_rule is None:
         home.HAVE_FLA = True
         for module in (home, sys.modules[gated_delta_net.GatedDeltaNet.__module__]):
-            vars(module).update({name: of for name, of in own.items() if name in vars(module)})
+            vars(module).update(own)
 
 
 def attention_only(config: Any) -> Any:

@@ -250,10 +250,11 @@ class Optimizer(Protocol):
         of 1e-8, no weight decay and no clipping. In bf16 it keeps what a step adds beyond the last digit of a weight,
         as fp32 master weights do.
 
-        `settings` are given to a target that claims `optimizer_settings`, in fp32 and in one more call. They are
-        adam_beta1, adam_beta2, adam_eps, weight_decay and clip_grad of megatron-core's OptimizerConfig. The decay is
-        AdamW's: a step takes `rate` · weight_decay · weight off each weight; parameters of one dimension may be left
-        out. All gradients are scaled alike, so that the norm of the whole model's is `clip_grad` at most.
+        `settings` are given to a target that claims `optimizer_settings`, in fp32 and in one more call, or in two if it
+        claims `optimizer_saves`: the second optimizer is restored from a save of the first. They are adam_beta1,
+        adam_beta2, adam_eps, weight_decay and clip_grad of megatron-core's OptimizerConfig. The decay is AdamW's: a
+        step takes `rate` · weight_decay · weight off each weight; parameters of one dimension may be left out. All
+        gradients are scaled alike, so that the norm of the whole model's is `clip_grad` at most.
         """
 
     def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:

@@ -10,7 +10,16 @@ import torch
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord
-from moeref_conformance.contract.requests.optimizer import FROZEN, MOVED, ON, RESUMED, SAVED, STILL, is_frozen
+from moeref_conformance.contract.requests.optimizer import (
+    FROZEN,
+    MOVED,
+    ON,
+    RESUMED,
+    SAVED,
+    SETTINGS,
+    STILL,
+    is_frozen,
+)
 from moeref_conformance.diagnosis.compare import compare
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
@@ -57,13 +66,16 @@ def a_restored_optimizer_goes_on(case: Case) -> Outcome:
     It is the third, after two whose gradients differ; its own is that of the first.
 
     Bit for bit; on a GPU in fp32 by the formula alone, in bf16 nearly all elements nearly so. Until it steps, weights
-    are those of the save. Of one that is made while routers are frozen these stay, and in fp32 the others move.
+    are those of the save. Of one that is made while routers are frozen these stay, and in fp32 the others move. In fp32
+    an optimizer with settings goes on by them, if the target claims these.
     """
     if no := unmeasured(case):
         return no
-    findings, worst = [*missing_records(case, "inventory", "optimizer_resumed"), *_changed(case)], 0.0
-    exact = case.cell.dtype == "float32"
-    findings += [*_frozen(case), *_norm_with_frozen(case)]
+    findings = missing_records(case, "inventory", "optimizer_resumed", "optimizer_settings")
+    exact, worst = case.cell.dtype == "float32", 0.0
+    findings += [*_changed(case), *_frozen(case), *_norm_with_frozen(case)]
+    if exact and case.claims.optimizer_settings:
+        findings += _with_settings(case)
     for record in records(case, "inventory", "optimizer_resumed"):
         restored = list(_restored(case, record))
         for of in restored:
@@ -148,6 +160,30 @@ def _lost(of: Stepped) -> str:
     if tells((went.abs() - OPTIMIZER_RATE).abs() * (went != 0)):
         return "moments are lost"
     return how_far(went)
+
+
+def _with_settings(case: Case) -> Iterator[Finding]:
+    """Parameters that an optimizer with settings has elsewhere after a restore; on a GPU not nearly there."""
+    allowed, none = APART * OPTIMIZER_RATE if in_any_order(case) else 0.0, torch.empty(0)
+    for record in records(case, "inventory", "optimizer_settings"):
+        tensors = record.tensors("optimizer_settings")
+        for key, (held,) in parameters(record, placement(case)):
+            on, again = (tensors.get(name, none)[: held.rows].double() for name in (key, f"{RESUMED}.{key}"))
+            if on.shape != held.tensor[: held.rows].shape or again.shape != on.shape:
+                yield finding_of(case, record, key, held, f"{key}: no record of it with settings behind a restore")
+            elif off := int((~((again - on).abs() <= allowed)).sum()):
+                message = f"{key}: with settings {off} of {on.numel()} elements are elsewhere than without the restore"
+                begun = from_loaded(case, record, key, held, none).after[STILL][: held.rows].double()
+                yield finding_of(case, record, key, held, message, diagnosis=_decay(begun, on, again))
+
+
+def _decay(held: torch.Tensor, on: torch.Tensor, again: torch.Tensor) -> str:
+    """The weight decay after a restore, if nothing else tells the step from that without one."""
+    large = held.abs() > 0.1 * held.abs().max()
+    less = (again - on)[large] / (OPTIMIZER_RATE * held[large])
+    middle = less.median()
+    alike = bool(((less - middle).abs() <= 0.1 * middle.abs()).all())
+    return f"a weight decay of {abs(SETTINGS['weight_decay'] - float(middle)):.2g}" if alike else ""
 
 
 def _frozen(case: Case) -> Iterator[Finding]:

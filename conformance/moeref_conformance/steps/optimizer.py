@@ -129,16 +129,27 @@ def _with_routers_frozen(
 def with_settings(optimizer: Optimizer, context: Context) -> None:
     """Save all parameters after the second step of an optimizer that is made with settings; the first is at the rate 0.
 
-    Then they hold what they did before. Nothing is asked of a target that takes none, nor below fp32.
+    Where the target claims to save, the optimizer is saved between the two, and a new one with the same settings takes
+    the second step from there: these parameters are saved as `resumed.chunk:local`. Then all hold what they did before.
+    Nothing is asked of a target that takes no settings, nor below fp32.
     """
     if not context.claims.optimizer_settings or context.cell.dtype != "float32":
         return
+    first_BS, second_BS = (_rows(context, step == of_one_microbatch(context.cell)) for step in (STILL, MOVED))
     loaded = _copies(context)
     optimizer.make(SETTINGS)
-    for step, rate in ((STILL, 0.0), (MOVED, OPTIMIZER_RATE)):
-        optimizer.step(_rows(context, step == of_one_microbatch(context.cell)), rate)
-    context.save("optimizer_settings", {name: copied(of) for name, of in _parameters(context).items()})
+    optimizer.step(first_BS, 0.0)
+    folder = _saved(optimizer, context, 3) if context.claims.optimizer_saves else None
+    optimizer.step(second_BS, OPTIMIZER_RATE)
+    saved = {name: copied(of) for name, of in _parameters(context).items()}
     _put(context, loaded)
+    if folder is not None:
+        optimizer.make(SETTINGS)
+        optimizer.restore(folder)
+        optimizer.step(second_BS, OPTIMIZER_RATE)
+        saved |= {f"{RESUMED}.{name}": copied(of) for name, of in _parameters(context).items()}
+        _put(context, loaded)
+    context.save("optimizer_settings", saved)
 
 
 def _saved(optimizer: Optimizer, context: Context, number: int) -> Path:

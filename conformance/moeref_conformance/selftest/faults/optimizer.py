@@ -481,6 +481,15 @@ def _then_of_the_weights(good: Any, own: Any, given: Any) -> None:
     own.reload_model_params()
 
 
+def _in_the_order_of_the_first(good: Any, own: Any, given: Any) -> None:
+    """All stages but the first, which writes them, are given the settings of groups in another order."""
+    good(own, given)
+    if dist.get_rank():
+        decays = [group["weight_decay"] for group in own.param_groups]
+        for group, decay in zip(own.param_groups, reversed(decays), strict=True):
+            group["weight_decay"] = decay
+
+
 def _but_for_fp32(good: Any, own: Any, given: Any) -> None:
     """Parameters that are fp32 in a model in bf16 are not given their moments."""
     good(own, given)
@@ -701,6 +710,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", optimizer_step=True),
         patch=_restoring(_of_torch, _from_step_one),
         diagnosis="the step counts as number 2, not 3",
+    ),
+    Fault(
+        id="restored-decays-of-other-groups",
+        bug="Megatron-LM#1515: stages have groups of parameters in other orders, and a checkpoint those of the first",
+        rules=("OPT-004",),
+        cell=cell("glm4_moe", "pp2-first1", optimizer_step=True),
+        patch=_restoring(_of_torch, _in_the_order_of_the_first),
+        diagnosis="a weight decay of 0",
+        says="with settings",
     ),
     Fault(
         id="saved-as-restored",

@@ -87,6 +87,8 @@ def _other_settings(step: Step) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"epsilon is {epsilon:g}, not {asked.epsilon:g}", step.moved_by(epsilon=epsilon)
     if asked.clip:
         yield "gradients are not clipped", step.moved_by(clip=0.0)
+        scaled = [asked.clip / norm * of for norm, of in zip(step.norms, step.gradients, strict=True)]
+        yield "short gradients are scaled up", step._replace(gradients=scaled).moved_by(clip=0.0)
     yield f"gradients are clipped to a norm of {CLIPPED:g}", step.moved_by(clip=CLIPPED)
     for words, norms in step.parts.items():
         yield f"gradients are clipped by the norm of {words} alone", step._replace(norms=norms).moved_by()

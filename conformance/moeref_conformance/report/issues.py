@@ -47,6 +47,7 @@ _OWNERS = {
     "sgl-project": ("sglang",),
     "thinking-machines-lab": ("tinker-cookbook",),
     "THUDM": ("slime",),
+    "tinygrad": ("tinygrad",),
     "unslothai": ("unsloth", "unsloth-zoo"),
     "verl-project": ("verl",),
     "vllm-project": ("speculators", "vLLM", "vime", "vllm-ascend"),

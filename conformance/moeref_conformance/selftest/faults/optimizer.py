@@ -429,6 +429,18 @@ def _clipping(by: Callable[[list[torch.Tensor], float, float], float]) -> Callab
     return patch
 
 
+def _without_a_bound(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Gradients are scaled to the norm that is asked for, shorter ones too."""
+    from megatron.core.optimizer import optimizer
+
+    def scale(parameters: Any, max_norm: float, total_norm: float, *more: Any, **named: Any) -> None:
+        for of in parameters:
+            if of.grad is not None:
+                of.grad.mul_(max_norm / (total_norm + 1e-6))
+
+    return mock.patch.object(optimizer, "clip_grad_by_total_norm_fp32", scale)
+
+
 def _of_its_own(held: list[torch.Tensor], max_norm: float, total_norm: float) -> float:
     """The norm of what one of the chained optimizers has; under EP without TP and PP each rank has other experts."""
     square = sum((of.grad.double().square().sum() for of in held if of.grad is not None), torch.zeros(()).double())
@@ -615,7 +627,7 @@ FAULTS = (
         rules=("OPT-006",),
         cell=cell("qwen3_moe", "ep2", optimizer_step=True),
         patch=_clipping(_of_its_own),
-        diagnosis="gradients are clipped by the norm of experts alone",
+        diagnosis="gradients are clipped by the norm of all but experts alone",
     ),
     Fault(
         id="gradients-not-clipped",
@@ -624,6 +636,15 @@ FAULTS = (
         cell=cell("glm4_moe", "pp2", optimizer_step=True),
         patch=_clipping(lambda held, max_norm, total_norm: max_norm),
         diagnosis="gradients are not clipped",
+    ),
+    Fault(
+        id="short-gradients-scaled-up",
+        bug="tinygrad#11761: the factor by which gradients are clipped has no bound, and short ones are scaled up",
+        rules=("OPT-006",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        patch=_without_a_bound,
+        one_rank=True,
+        diagnosis="short gradients are scaled up",
     ),
     Fault(
         id="decay-in-the-gradients",

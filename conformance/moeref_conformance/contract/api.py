@@ -453,8 +453,8 @@ class RoutedRows:
     """Rows of this rank and their experts: T rows of width H, K experts for each row, `experts` in all.
 
     Rows and weights are float64, and travel and come back so, as do their gradients: Megatron's fp32 for the weights of
-    a router is too narrow here. The gradient of the outputs need not be contiguous. Padding rows (`padding_T`) have
-    arbitrary weights and experts, as a router gives them.
+    a router is too narrow here. Weights and experts, slices of wider tensors, and the gradient of the outputs need not
+    be contiguous. Padding rows (`padding_T`) have arbitrary weights and experts, as a router gives them.
     """
 
     x_TH: torch.Tensor

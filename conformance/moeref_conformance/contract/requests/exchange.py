@@ -59,7 +59,7 @@ def given(exchange: Exchange, layout: Layout, dispatcher: str, rank: int, device
     def draw(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 
-    chosen_TE = torch.arange(experts).expand(rows, -1) if exchange.crowd else draw(rows, experts).argsort(1)
+    chosen_TE = torch.arange(experts).repeat(rows, 1) if exchange.crowd else draw(rows, experts).argsort(1)
     padding_T = torch.arange(rows) >= count
     if exchange.padding:
         padding_T |= torch.arange(rows) % exchange.padding == 1
@@ -67,11 +67,13 @@ def given(exchange: Exchange, layout: Layout, dispatcher: str, rank: int, device
     x_TH, weights_TK = draw(rows, HIDDEN), 10.0 ** (-6 * draw(rows, exchange.topk))
     if exchange.topk > 1:
         weights_TK[:1, -1] = 0  # a probability that underflowed: the row is sent, and its weight has a gradient
+    # Slices of wider tensors, as what a router chose of all that it sorted.
+    wide_TK = torch.cat([weights_TK, weights_TK], dim=1).to(device)
     return Given(
         RoutedRows(
             x_TH=x_TH.to(device).requires_grad_(),
-            weights_TK=weights_TK.to(device).requires_grad_(),
-            experts_TK=chosen_TE[:, : exchange.topk].contiguous().to(device),
+            weights_TK=wide_TK[:, : exchange.topk].requires_grad_(),
+            experts_TK=chosen_TE.to(device)[:, : exchange.topk],
             padding_T=padding_T.to(device),
             experts=experts,
         ),

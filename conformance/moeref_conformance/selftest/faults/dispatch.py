@@ -201,6 +201,12 @@ def _weights_sorted(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTr
     return good.round_trip(replace(rows, weights_TK=rows.weights_TK.sort(1, descending=True).values), expert)
 
 
+def _slices_taken_for_runs(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    """The experts of rows are read as if one row lay after the other in memory, as kernels read them."""
+    of_TK = rows.experts_TK
+    return good.round_trip(replace(rows, experts_TK=of_TK.as_strided(of_TK.shape, (of_TK.shape[1], 1))), expert)
+
+
 def _small_ones_dropped(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
     """A weight that is small, and not zero, is taken for zero."""
     small_TK = (rows.weights_TK > 0) & (rows.weights_TK < 1e-2)
@@ -473,6 +479,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=_sending(_weights_sorted),
         diagnosis="a row's weights in another order",
+    ),
+    Fault(
+        id="slices-of-experts-taken-for-runs",
+        bug="vLLM#57167: the experts of rows are a slice of a wider tensor, and a kernel reads them in one run",
+        rules=("DSP-006",),
+        also=("DSP-008",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_sending(_slices_taken_for_runs),
+        says="received other rows than those routed to it",
     ),
     Fault(
         id="small-weights-dropped",

@@ -333,7 +333,7 @@ class Trained:
         change(held)
         sent = {phase: list(self.phases[phase]) for phase in PHASES}
         rows = [{"name": n, "shape": list(of.shape), "dtype": "float32"} for n, of in self.merged.items()]
-        value = {"sent": sent, "merged": rows, "attached": [], "left": []}
+        value = {"sent": sent, "merged": rows, "overwritten": [], "attached": [], "left": []}
         return self.model.judged(rule, adapters=(value, held))
 
 

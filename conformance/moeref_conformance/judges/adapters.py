@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,7 @@ class _Sent:
     phases: Mapping[str, dict[str, torch.Tensor]]
     metas: list[dict[str, Any]]
     merged: dict[str, torch.Tensor]
+    overwritten: list[str]
 
 
 @once
@@ -84,7 +85,8 @@ def _together(ranks: list[RankRecord]) -> _Sent:
     names = {phase: [name for value in values for name in value["sent"][phase]] for phase in request.PHASES}
     phases = {phase: named(phase) for phase in request.PHASES}
     metas = [row for value in values for row in value["merged"]]
-    return _Sent(ranks[0].rank, names, phases, metas, named("merged"))
+    overwritten = [name for value in values for name in value["overwritten"]]
+    return _Sent(ranks[0].rank, names, phases, metas, named("merged"), overwritten)
 
 
 def _apart(case: Case, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -160,7 +162,7 @@ def _found(case: Case, rank: int | None, name: str, message: str, **more: Any) -
 @_of_sent
 def every_linear_has_its_adapter(case: Case, sent: list[_Sent]) -> Outcome:
     """Names, shapes and dtypes of every stream, what fresh adapters hold, and logits of these."""
-    findings = [found for one in sent for found in _named(case, one)]
+    findings = [found for one in sent for found in (*_named(case, one), *_overwritten(case, one, request.PHASES))]
     findings += [*_fresh(case, sent[0]), *_of_other_sizes(case, sent[0])]
     findings += [found for one in sent[1:] for found in _unlike(case, sent[0], one)]
     more, worst = _logits(case, "fresh", expected(case).logits_BSV, "transformers'")
@@ -181,6 +183,15 @@ def _named(case: Case, sent: _Sent) -> Iterator[Finding]:
             elif wrong := _wrong_form(sent.phases[phase][name], want[name]):
                 message, right = f"{phase}: {name} is {wrong}", f"float32 {want[name]}"
                 yield _found(case, sent.rank, name, message, expected=right, got=wrong)
+
+
+def _overwritten(case: Case, sent: _Sent, streams: Collection[str]) -> Iterator[Finding]:
+    """What held other values at the end of one of these streams, if it has to last so long."""
+    for key in sent.overwritten if case.claims.lasts == "stream" else ():
+        stream, _, name = key.partition(".")
+        if stream in streams:
+            message = f"{stream}: {name} held other values at the end of the stream than when it was given"
+            yield _found(case, sent.rank, name, message)
 
 
 def _fresh(case: Case, sent: _Sent) -> Iterator[Finding]:
@@ -432,6 +443,7 @@ def merged_weights_are_sums(case: Case, sent: list[_Sent]) -> Outcome:
     for one in sent:
         names = [row["name"] for row in one.metas]
         findings += once_each(case, one.rank, "adapters", names, "is not among the merged weights", "is merged")
+        findings += _overwritten(case, one, ("merged",))
         more, far = _sums(case, sent[0], one)
         findings, worst = [*findings, *more], max(worst, far)
     return outcome(findings, met=f"off by at most {worst:.2f} of the rounding of fp32 sums")

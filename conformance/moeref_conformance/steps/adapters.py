@@ -8,7 +8,7 @@ was merged, is zeroed by its receiver, which may scale a factor in place, if it 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,13 +22,14 @@ from moeref_conformance.steps import gradients, policy
 from moeref_conformance.steps.export import items
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.recompute import recomputing
-from moeref_conformance.steps.tensors import copied, module_tensors
+from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
 
 
 def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
     """What was sent by phase, metadata of what was merged, and digests of all tensors of the chunks, first and last.
 
-    Saves tensors as `phase.name`, those of the merged stream as `merged.name`, and logits as `logits.phase`.
+    Saves tensors as `phase.name`, those of the merged stream as `merged.name`, and logits as `logits.phase`. By these
+    keys `overwritten` has the tensors that held other values when their stream had ended.
     """
     cell, held, saved = context.cell, load_file(context.input("tokens")), dict[str, torch.Tensor]()
     of_all, asked = held["tokens"], modules(context.claims, cell)
@@ -36,57 +37,69 @@ def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
         gradients.batch(gradients.of_replica(held[name], cell, context.rank), cell) for name in ("tokens", "mask")
     )
     adapters.attach(context.input("checkpoint"), RANK, ALPHA, asked)
-    attached = _digests(adapters)
-    sent = {"fresh": _sent(adapters, "fresh", saved)}
+    attached, overwritten = _digests(adapters), list[str]()
+    sent = {"fresh": _sent(adapters, "fresh", saved, overwritten)}
     _logits(adapters.logits(of_all), "fresh", saved)
     for phase, rate in RATES.items():
         with recomputing(cell)(adapters.chunks()) if phase == "step2" else nullcontext():
             adapters.step(rows_BS, mask_BS, rate)
-        sent[phase] = _sent(adapters, phase, saved)
+        sent[phase] = _sent(adapters, phase, saved, overwritten)
         if phase == "step1":
             deque(adapters.merged(), maxlen=0)
             adapters.logits(of_all, base=True)
     _logits(adapters.logits(of_all), "trained", saved)
     _logits(adapters.logits(of_all, base=True), "base", saved)
     own = not context.claims.lends and context.claims.lasts == "stream"
-    merged = _merged(adapters, saved, own)
-    sent["again"] = _sent(adapters, "again", saved, own)
+    merged = _merged(adapters, saved, overwritten, own)
+    sent["again"] = _sent(adapters, "again", saved, overwritten, own)
     _logits(adapters.logits(of_all), "after", saved)
     context.save("adapters", saved)
-    return {"sent": sent, "merged": merged, "attached": attached, "left": _digests(adapters)}
+    digests = {"attached": attached, "left": _digests(adapters)}
+    return {"sent": sent, "merged": merged, "overwritten": overwritten, **digests}
 
 
-def _sent(adapters: Adapters, phase: str, saved: dict[str, torch.Tensor], own: bool = False) -> list[str]:
+def _sent(
+    adapters: Adapters, phase: str, saved: dict[str, torch.Tensor], overwritten: list[str], own: bool = False
+) -> list[str]:
     """The names of what this rank is given, whose tensors are saved, and if they are its own then zeroed."""
-    names, given = list[str](), list[torch.Tensor]()
+    names, given = list[str](), dict[str, torch.Tensor]()
     for name, tensor in adapters.stream():
         if not isinstance(name, str) or not (tensor is None or isinstance(tensor, torch.Tensor)):
             what = f"{type(name).__name__}, {type(tensor).__name__}"
             raise TypeError(f"adapters.stream() gave ({what}), expected (str, torch.Tensor or None)")
         if tensor is not None:
             names.append(name)
-            saved[free_key(saved, f"{phase}.{name}")] = copied(tensor)
-            given.append(tensor)
-    _zero(given if own else ())
+            key = free_key(saved, f"{phase}.{name}")
+            saved[key], given[key] = copied(tensor), tensor
+    overwritten += _unlike(given, saved)
+    _zero(given.values() if own else ())
     return names
 
 
-def _zero(given: Sequence[torch.Tensor]) -> None:
+def _unlike(given: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of what holds other values now that its stream has ended."""
+    return [key for key, tensor in given.items() if not same_bytes(tensor, saved[key])]
+
+
+def _zero(given: Iterable[torch.Tensor]) -> None:
     """Once all came: names may share a tensor. inference_mode may also write to inference tensors."""
     with torch.inference_mode():
         for tensor in given:
             tensor.detach().zero_()
 
 
-def _merged(adapters: Adapters, saved: dict[str, torch.Tensor], own: bool) -> list[dict[str, Any]]:
+def _merged(
+    adapters: Adapters, saved: dict[str, torch.Tensor], overwritten: list[str], own: bool
+) -> list[dict[str, Any]]:
     """The metadata of what this rank is given, whose tensors are saved, and if they are its own then zeroed."""
-    rows, given = [], list[torch.Tensor]()
+    rows, given = [], dict[str, torch.Tensor]()
     for meta, tensor in items(adapters.merged(), "adapters.merged"):
         if tensor is not None:
             rows.append(to_plain(meta))
-            saved[free_key(saved, f"merged.{meta.name}")] = copied(tensor)
-            given.append(tensor)
-    _zero(given if own else ())
+            key = free_key(saved, f"merged.{meta.name}")
+            saved[key], given[key] = copied(tensor), tensor
+    overwritten += _unlike(given, saved)
+    _zero(given.values() if own else ())
     return rows
 
 

@@ -320,6 +320,40 @@ def _merged_stays(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "adapters", attach=twice.attach, merged=merged, logits=logits, step=step)
 
 
+def _in_one_buffer(session: Session, cell: Cell, world: World) -> Any:
+    """All factors come in one buffer, which the next one overwrites."""
+    good: Any = session.adapters
+
+    def stream() -> Sent:
+        buffer = torch.empty(2**16)
+        for name, tensor in good.stream():
+            yield name, None if tensor is None else buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    return facet(session, "adapters", stream=stream)
+
+
+def _taken_apart_at_the_end(session: Session, cell: Cell, world: World) -> Any:
+    """What is sent merged is the base again once all of it was sent."""
+    good: Any = session.adapters
+    base: Tensors = {}
+
+    def attach(folder: Path, *asked: Any) -> None:
+        base.update(checkpoint(folder))
+        good.attach(folder, *asked)
+
+    def merged() -> Merged:
+        given: Tensors = {}
+        for meta, tensor in good.merged():
+            if tensor is not None:
+                given[meta.name] = tensor
+            yield meta, tensor
+        with torch.inference_mode():
+            for name, tensor in given.items():
+                tensor.copy_(base[name])
+
+    return facet(session, "adapters", attach=attach, merged=merged)
+
+
 def _subtracted(session: Session, cell: Cell, world: World) -> Any:
     """What a merge adds to a weight is subtracted from it, and leaves what rounding did."""
     good: Any = session.adapters
@@ -755,6 +789,7 @@ FAULTS = (
         id="merged-base-lent-unsaid",
         bug="unsloth-zoo#942 in kind: an engine is given the weights themselves where nothing is merged, and writes",
         rules=("LRA-004",),
+        also=("LRA-005",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_lent("merged"),
         says="of the base has changed",
@@ -767,6 +802,24 @@ FAULTS = (
         wrap=_merged_stays,
         one_rank=True,
         diagnosis="not as before the merge",
+    ),
+    Fault(
+        id="adapters-in-one-buffer",
+        bug="verl#7083 in kind: the buffer of a factor is used again while its receiver still holds it",
+        rules=("LRA-001",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_in_one_buffer,
+        one_rank=True,
+        says="held other values at the end of the stream",
+    ),
+    Fault(
+        id="merge-undone-in-what-was-sent",
+        bug="TRL#2873: merged weights that an engine has yet to load are taken apart, and it is given the base",
+        rules=("LRA-005",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_taken_apart_at_the_end,
+        one_rank=True,
+        says="held other values at the end of the stream",
     ),
     Fault(
         id="merge-subtracted",

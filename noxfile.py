@@ -61,7 +61,7 @@ SKYRL = {
     "package": "skyrl",
 }
 #: Compressed bytes of the wheel's files, at most, besides the kit's own proof, which grows with each fault.
-WHEEL = 1_000_000
+WHEEL = 1_100_000
 #: The kit's exit code where a claimed cell could not be judged.
 INCOMPLETE = 3
 #: By the name of their schema.

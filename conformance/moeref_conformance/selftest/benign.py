@@ -884,7 +884,7 @@ def _assigned(session: Any, cell: Cell, world: World) -> Any:
         for chunk in session.export.chunks():
             for owner, name in _parameters(chunk):
                 old = getattr(owner, name)
-                made = new.setdefault(id(old), torch.nn.Parameter(old.detach().clone()))
+                made = new.setdefault(id(old), torch.nn.Parameter(old.detach().clone(), old.requires_grad))
                 vars(made).update(vars(old))
                 setattr(owner, name, made)
 

@@ -56,15 +56,19 @@ def in_training(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def partly_frozen(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Every second parameter without `requires_grad`, as where routers or embeddings are not trained."""
-    frozen = [p for chunk in chunks for p in [*chunk.parameters()][::2] if p.requires_grad and p.is_leaf]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
+    """Every second parameter without `requires_grad`, as where routers or embeddings are not trained.
+
+    In the end those of their names are trained: a load may have replaced them.
+    """
+    some = [(chunk, name, of) for chunk in chunks for name, of in [*chunk.named_parameters()][::2]]
+    frozen = [(chunk, name) for chunk, name, of in some if of.requires_grad and of.is_leaf]
+    for chunk, name in frozen:
+        chunk.get_parameter(name).requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+        for chunk, name in frozen:
+            chunk.get_parameter(name).requires_grad_(True)
 
 
 def state(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:

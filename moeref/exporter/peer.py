@@ -68,11 +68,11 @@ def ranks_text(ranks: Collection[int]) -> str:
 
 
 class Buffers:
-    """Buffers of bytes that are used again. A message of more than half a bucket gets one of its own, used once."""
+    """Buffers of bytes that are used again. A message larger than a batch gets one of its own, used once."""
 
     def __init__(self, peer: Peer, sizes: Sequence[int]) -> None:
         self._peer = peer
-        self._usual = max((n for n in sizes if n <= peer.plan.bucket_bytes // 2), default=0)
+        self._usual = max((n for n in sizes if n <= peer.plan.in_flight_bytes // 2), default=0)
         self._free: list[torch.Tensor] = []
 
     def size(self, nbytes: int) -> int:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 #: The TP (ETP) ranks of shards, and what is copied from each.
 PartCopies = tuple[tuple[int, Copy], ...]
 #: Bytes that travel to a receiver at a time.
-BUCKET_BYTES = 64 << 20
+IN_FLIGHT_BYTES = 64 << 20
 
 
 class ExportError(RuntimeError):
@@ -42,8 +42,8 @@ class Step(NamedTuple):
 class Plan:
     """What an export sends, in order, and the ranks that get it. Raises ExportError for options that name no receiver.
 
-    bucket_bytes: shards travel in messages; those that a rank holds at a time have so many bytes, or are the shards of
-    one parameter that has more.
+    in_flight_bytes: shards travel in messages; those that a rank holds at a time have so many bytes at most, or are the
+    shards of one parameter that has more.
 
     receivers: "writer", the one rank `writer` gets all tensors; "node", the first of every `ranks_per_node` ranks gets
     all; "share", every rank gets other tensors, about as many bytes, units (`unit_of`) whole; "all", every rank gets
@@ -52,7 +52,7 @@ class Plan:
 
     shard_map: ShardMap
     writer: int = 0
-    bucket_bytes: int = BUCKET_BYTES
+    in_flight_bytes: int = IN_FLIGHT_BYTES
     receivers: Receivers = "writer"
     ranks_per_node: int | None = None
     _copies: dict[tuple[ParamMapping, int | None], tuple[tuple[tuple[Copy, ...], ...], ...]] = field(
@@ -65,8 +65,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         layout = self.shard_map.layout
-        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
-            raise ExportError(f"bucket_bytes={self.bucket_bytes!r} is no number of bytes")
+        if type(self.in_flight_bytes) is not int or self.in_flight_bytes < 1:
+            raise ExportError(f"in_flight_bytes={self.in_flight_bytes!r} is no number of bytes")
         if wrong := options.wrong(self.receivers, self.writer, self.ranks_per_node, layout):
             raise ExportError(wrong)
 
@@ -94,9 +94,9 @@ class Plan:
     @functools.cached_property
     @uncollected
     def batches(self) -> tuple[Batch, ...]:
-        """The parameters by number, cut into batches; two of them fit into the bucket."""
+        """The parameters by number, cut into batches; two of them are in flight at a time."""
         params = [param for _, param in self.params]
-        return tuple(batches.batches(self.shard_map, params, self.to, self.bucket_bytes // 2))
+        return tuple(batches.batches(self.shard_map, params, self.to, self.in_flight_bytes // 2))
 
     @functools.cached_property
     def to(self) -> tuple[Ranks, ...]:
@@ -146,6 +146,6 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> int:
-        """63 bits of a hash of shard map, names, receivers and bucket. Ranks with different ones send nothing."""
+        """63 bits of a hash of shard map, names, receivers and bytes in flight. Ranks with different ones send nothing."""
         to = self.receivers, self.writer, self.ranks_per_node
-        return hashed(self.shard_map.digest, *to, self.bucket_bytes, [t.name for t in self.tensors])
+        return hashed(self.shard_map.digest, *to, self.in_flight_bytes, [t.name for t in self.tensors])

@@ -1,4 +1,4 @@
-"""Shards on their way from their owners to the receivers, at most a bucket at a time.
+"""Shards on their way from their owners to the receivers, at most `Plan.in_flight_bytes` at a time.
 
 All ranks begin the batches of the plan in its order. Before a batch travels they say whether all is well, so that no
 rank gets more than it has room for, and none waits for one that has failed. The next batch begins to travel before the
@@ -138,8 +138,8 @@ class Transfer:
         self._base = buffer.data_ptr() if buffer.device.type == "cpu" else 0
 
     def _fit(self, *batches: Batch) -> bool:
-        """Whether a bucket has room for both. All ranks come to the same answer."""
-        return all(batch.nbytes <= self._peer.plan.bucket_bytes // 2 for batch in batches)
+        """Whether both may be in flight. All ranks come to the same answer."""
+        return all(batch.nbytes <= self._peer.plan.in_flight_bytes // 2 for batch in batches)
 
     def _send(self) -> None:
         """Let the next batch begin to travel."""

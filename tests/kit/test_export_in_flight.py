@@ -82,7 +82,7 @@ for limit in (1, 30_000, 1 << 20):
     assert list(again) == (list(whole) if rank == 0 else [])
     assert all(torch.equal(again[name], whole[name]) for name in again)
 
-plan = Plan(table, bucket_bytes=20_000)
+plan = Plan(table, in_flight_bytes=20_000)
 names = [tensor.name for tensor in plan.tensors]
 
 def failing(at, count, plain=False):
@@ -115,7 +115,7 @@ ask("before", failing(1, -1))
 ask("first", failing(1, 0))
 ask("last", failing(0, len(names) - 1))
 ask("version", lambda: streamed(plan, version=7 if rank == 1 else 6))
-ask("other bucket", lambda: streamed(Plan(table, bucket_bytes=20_000 + rank)))
+ask("other bucket", lambda: streamed(Plan(table, in_flight_bytes=20_000 + rank)))
 
 pack, calls = transfer.Transfer._pack, []
 def no_room(self, parcel):

@@ -1,6 +1,6 @@
 """What an export into buckets takes beyond the model, messages and buckets together, as the kernel counts it.
 
-That is `bucket_bytes`, or the largest parameter where it is larger, for the message, and the largest unit.
+That is `in_flight_bytes`, or the largest parameter where it is larger, for the message, and the largest unit.
 """
 
 from __future__ import annotations

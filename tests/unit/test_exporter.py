@@ -58,12 +58,12 @@ RECEIVERS: dict[str, tuple[dict[str, Any], set[int]]] = {
 }
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 10_000, 1 << 30])
+@pytest.mark.parametrize("in_flight_bytes", [1, 10_000, 1 << 30])
 @pytest.mark.parametrize("receivers", RECEIVERS)
-def test_every_shard_of_another_rank_travels_once(bucket_bytes: int, receivers: str) -> None:
+def test_every_shard_of_another_rank_travels_once(in_flight_bytes: int, receivers: str) -> None:
     shard_map = ShardMap(model("glm4_moe"), TP2)
     options, ranks = RECEIVERS[receivers]
-    plan = Plan(shard_map, bucket_bytes=bucket_bytes, **options)
+    plan = Plan(shard_map, in_flight_bytes=in_flight_bytes, **options)
     assert [n for batch in plan.batches for n in batch.params] == list(range(len(plan.params)))
     assert {rank for to in plan.to for rank in to} == ranks
     travel = [
@@ -81,7 +81,7 @@ def test_every_shard_of_another_rank_travels_once(bucket_bytes: int, receivers: 
         _check_messages(plan, batch)
         held = [sum(m.nbytes for m in batch.messages if rank in (m.owner, *m.receivers)) for rank in range(8)]
         assert max(held) == batch.nbytes
-    if bucket_bytes == 1 << 30:
+    if in_flight_bytes == 1 << 30:
         assert len(plan.batches) == 1
 
 
@@ -128,18 +128,18 @@ def _check_messages(plan: Plan, batch: Batch) -> None:
             )
         assert 0 <= message.nbytes - end < ALIGNMENT
     travelling = {sent.param for message in batch.messages for sent in message.shards}
-    assert batch.nbytes <= plan.bucket_bytes // 2 or len(travelling) == 1
+    assert batch.nbytes <= plan.in_flight_bytes // 2 or len(travelling) == 1
 
 
 def test_nothing_travels_on_one_rank() -> None:
-    plan = Plan(ShardMap(model("qwen3_moe"), Layout()), bucket_bytes=1)
+    plan = Plan(ShardMap(model("qwen3_moe"), Layout()), in_flight_bytes=1)
     assert [batch.messages for batch in plan.batches] == [()]
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, -1, 1.5, True])
-def test_a_bucket_of_no_bytes_is_refused(bucket_bytes: int) -> None:
+@pytest.mark.parametrize("in_flight_bytes", [0, -1, 1.5, True])
+def test_no_bytes_in_flight_are_refused(in_flight_bytes: int) -> None:
     with pytest.raises(ExportError, match="no number of bytes"):
-        Plan(ShardMap(model("qwen3_moe"), Layout()), bucket_bytes=bucket_bytes)
+        Plan(ShardMap(model("qwen3_moe"), Layout()), in_flight_bytes=in_flight_bytes)
 
 
 def test_parameters_that_are_not_contiguous_are_exported() -> None:

@@ -146,6 +146,6 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> int:
-        """63 bits of a hash of shard map, names, receivers and bytes in flight; ranks that differ in it send nothing."""
+        """63 bits of a hash of shard map, names, receivers and bytes in flight: ranks that differ send nothing."""
         to = self.receivers, self.writer, self.ranks_per_node
         return hashed(self.shard_map.digest, *to, self.in_flight_bytes, [t.name for t in self.tensors])

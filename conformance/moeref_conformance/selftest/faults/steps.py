@@ -402,7 +402,7 @@ FAULTS = (
         rules=("EXP-006", "FWD-003"),
         cell=cell("glm4_moe", "ep2"),
         wrap=_bias_updated_after("forward", "logits"),
-        diagnosis="arithmetic, not movement",
+        diagnosis="not as before the forward: buffer",
     ),
     Fault(
         id="pipeline-refused",

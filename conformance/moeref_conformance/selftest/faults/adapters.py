@@ -89,8 +89,8 @@ def _exchanged(first: str, second: str, factor: str) -> Change:
     return wrap
 
 
-def _merged(change: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
-    """A fault's `wrap` that changes merged weights by `change(name, merged, base)`."""
+def _merged_by(rewrite: Callable[[Merged, Tensors], Merged]) -> Change:
+    """A fault's `wrap` whose stream of merged weights is what `rewrite` makes of it and of the base, by name."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
         good: Any = session.adapters
@@ -100,13 +100,19 @@ def _merged(change: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]) -
             base.update(checkpoint(folder))
             good.attach(folder, *asked)
 
-        def merged() -> Merged:
-            for meta, tensor in good.merged():
-                yield meta, None if tensor is None else change(meta.name, tensor, base[meta.name])
-
-        return facet(session, "adapters", attach=attach, merged=merged)
+        return facet(session, "adapters", attach=attach, merged=lambda: rewrite(good.merged(), base))
 
     return wrap
+
+
+def _merged(change: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
+    """A fault's `wrap` that changes merged weights by `change(name, merged, base)`."""
+
+    def rewrite(pairs: Merged, base: Tensors) -> Merged:
+        for meta, tensor in pairs:
+            yield meta, None if tensor is None else change(meta.name, tensor, base[meta.name])
+
+    return _merged_by(rewrite)
 
 
 def stepped(change: Callable[[Any, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]) -> Change:
@@ -332,26 +338,16 @@ def _in_one_buffer(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "adapters", stream=stream)
 
 
-def _taken_apart_at_the_end(session: Session, cell: Cell, world: World) -> Any:
+def _taken_apart_at_the_end(pairs: Merged, base: Tensors) -> Merged:
     """What is sent merged is the base again once all of it was sent."""
-    good: Any = session.adapters
-    base: Tensors = {}
-
-    def attach(folder: Path, *asked: Any) -> None:
-        base.update(checkpoint(folder))
-        good.attach(folder, *asked)
-
-    def merged() -> Merged:
-        given: Tensors = {}
-        for meta, tensor in good.merged():
-            if tensor is not None:
-                given[meta.name] = tensor
-            yield meta, tensor
-        with torch.inference_mode():
-            for name, tensor in given.items():
-                tensor.copy_(base[name])
-
-    return facet(session, "adapters", attach=attach, merged=merged)
+    given: Tensors = {}
+    for meta, tensor in pairs:
+        if tensor is not None:
+            given[meta.name] = tensor
+        yield meta, tensor
+    with torch.inference_mode():
+        for name, tensor in given.items():
+            tensor.copy_(base[name])
 
 
 def _subtracted(session: Session, cell: Cell, world: World) -> Any:
@@ -817,7 +813,7 @@ FAULTS = (
         bug="TRL#2873: merged weights that an engine has yet to load are taken apart, and it is given the base",
         rules=("LRA-005",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
-        wrap=_taken_apart_at_the_end,
+        wrap=_merged_by(_taken_apart_at_the_end),
         one_rank=True,
         says="held other values at the end of the stream",
     ),

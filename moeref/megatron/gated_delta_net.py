@@ -35,8 +35,8 @@ def causal_conv1d(
 ) -> tuple[torch.Tensor, None]:
     """The convolution of each channel of `x` [B, S, D] with its `weight` [D, W], and SiLU, as megatron-core calls it.
 
-    Positions before the first are 0. Of packed samples, which `cu_seqlens` cuts S into, each begins anew. Sums are in
-    fp32, and of W terms in order: `conv1d`'s order is another for another S.
+    Positions before the first are 0. Of packed samples, which `cu_seqlens` cuts S into, each begins anew. The W terms
+    of a sum are added in fp32 and in order; in torch's `conv1d` that order depends on S.
     """
     width, done = weight.shape[1], []
     for part_BSD in _parts(x.float(), cu_seqlens):

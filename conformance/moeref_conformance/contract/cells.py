@@ -246,7 +246,7 @@ class Cell:
 
 #: The axes of a cell by name.
 AXES = read_axes(fields(Cell))
-#: Fields of a layout and of a cell that `Claims.limits` may name: numbers and flags.
+#: What `Claims.limits` may name: numbers and flags of a layout and of a cell, and `rows`, those of a microbatch.
 LIMITED = (*(f.name for of in (Layout, Cell) for f in fields(of) if f.type in ("int", "int | None", "bool")), "rows")
 
 

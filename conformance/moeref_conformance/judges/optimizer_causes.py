@@ -102,8 +102,8 @@ def _other_settings(step: Step) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _with_penalty(step: Step) -> torch.Tensor:
     """What is added where the decay is a part of each gradient, once that is clipped."""
-    scales = [min(1.0, step.asked.clip / norm) if step.asked.clip else 1.0 for norm in step.norms]
-    gradients = [s * of + step.asked.decay * step.held for s, of in zip(scales, step.gradients, strict=True)]
+    asked, pairs = step.asked, zip(step.norms, step.gradients, strict=True)
+    gradients = [asked.scale(norm) * gradient + asked.decay * step.held for norm, gradient in pairs]
     return step._replace(gradients=gradients).moved_by(clip=0.0, decay=0.0)
 
 

@@ -12,14 +12,19 @@ import torch
 
 
 class Settings(NamedTuple):
-    """Of AdamW, and the norm to which gradients are scaled where theirs is larger; without settings it is Adam."""
+    """What AdamW is made with, and the norm to which longer gradients are clipped. The defaults are plain Adam's."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     decay: float = 0.0
-    clip: float = 0.0  # 0: gradients are not scaled
+    clip: float = 0.0  # 0: gradients are not clipped
+
+    def scale(self, norm: float) -> float:
+        """The factor by which clipping scales all gradients of a step whose norm this is."""
+        return min(1.0, self.clip / norm) if self.clip else 1.0
 
 
+#: Adam without clipping and decay.
 PLAIN = Settings()
 
 
@@ -38,10 +43,11 @@ def update(
 ) -> torch.Tensor:
     """What the last of these steps, each with its gradient, adds to the weights, in fp64.
 
-    `norms`, of the whole model's gradient in each step, are for clipping; what the weights `held` is for the decay.
+    `norms` are those of the whole model's gradient in each step, for clipping. `held` are the weights before the last
+    step, for the decay; without them there is none.
     """
     first, second, betas = torch.zeros(()).double(), torch.zeros(()).double(), settings.betas
-    scales = [min(1.0, settings.clip / norm) for norm in norms] if settings.clip else [1.0] * len(gradients)
+    scales = [settings.scale(norm) for norm in norms] if settings.clip else [1.0] * len(gradients)
     for scale, gradient in zip(scales, gradients, strict=True):
         of = scale * gradient.double()
         first = betas[0] * first + (1 - betas[0]) * of

@@ -15,8 +15,8 @@ RELOADED = "reloaded"
 SAVED, ON, RESUMED = "saved", "on", "resumed"
 #: The weights after the first two steps of an optimizer that is made while routers are frozen.
 FROZEN = "frozen"
-#: Of megatron-core's OptimizerConfig, each other than any default. An epsilon as large as gradients shows their scale.
-#: In most cells the first of two steps has a shorter gradient than `clip_grad`, which is left as it is, not the second.
+#: By the names of megatron-core's OptimizerConfig; none is a default. With an epsilon as large as gradients, steps show
+#: their scale. In most cells the gradient of the first step is shorter than `clip_grad`, and that of the second longer.
 SETTINGS = {"adam_beta1": 0.85, "adam_beta2": 0.97, "adam_eps": 3e-5, "weight_decay": 0.3, "clip_grad": 1.95}
 
 

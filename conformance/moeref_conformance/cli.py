@@ -36,7 +36,7 @@ from moeref_conformance.plan import matrix as matrices
 from moeref_conformance.plan.check_environment import import_from_this_folder, of_this_folder, require
 from moeref_conformance.plan.machine import Machine, needs, started
 from moeref_conformance.plan.matrix import Matrix
-from moeref_conformance.plan.plan import DEADLINE, Plan, Settings
+from moeref_conformance.plan.plan import DEADLINE, RunPlan, Settings
 from moeref_conformance.resolve import DUMP, resolve
 from moeref_conformance.run.disk import is_full
 from moeref_conformance.worlds import interrupts
@@ -292,7 +292,7 @@ def _last_time(options: argparse.Namespace, matrix: Matrix) -> float:
     return 0.0
 
 
-def _judge_by(plan: Plan, parts: Any, options: argparse.Namespace) -> int:
+def _judge_by(plan: RunPlan, parts: Any, options: argparse.Namespace) -> int:
     from moeref_conformance.report import write_all
     from moeref_conformance.report.progress import Progress
     from moeref_conformance.run.exclusive import exclusive

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from moeref_conformance.plan.plan import Plan
+    from moeref_conformance.plan.plan import RunPlan
     from moeref_conformance.run.machinery import Machinery
 
 PACKAGE = "moeref_conformance"
 OPTIONS = ("target", "matrix", "cell", "rule", "profile", "known", "deadline")
 _ACTIVE = pytest.StashKey[bool]()
-_SERVED = pytest.StashKey["tuple[Plan, Machinery]"]()
+_SERVED = pytest.StashKey["tuple[RunPlan, Machinery]"]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.register_profile(PACKAGE, derandomize=True, deadline=None, database=None)
 
 
-def served(config: pytest.Config) -> tuple[Plan, Machinery]:
+def served(config: pytest.Config) -> tuple[RunPlan, Machinery]:
     """The plan that the options describe and its machinery, made once and closed with `config`.
 
     Raises pytest.UsageError for bad input.

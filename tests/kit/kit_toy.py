@@ -20,7 +20,7 @@ from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.judges import Case
 from moeref_conformance.plan import matrix
 from moeref_conformance.plan.machine import Machine
-from moeref_conformance.plan.plan import Plan, Settings, prepare
+from moeref_conformance.plan.plan import RunPlan, Settings, prepare
 from moeref_conformance.resolve import resolve
 from moeref_conformance.run import runner
 from moeref_conformance.run.machinery import Machinery
@@ -108,12 +108,12 @@ def machinery(world: ToyWorld, **judges: Callable[[Case], Outcome]) -> Machinery
     )
 
 
-def prepared(here: Machine | None = None, **settings: Any) -> Plan:
+def prepared(here: Machine | None = None, **settings: Any) -> RunPlan:
     """A plan with its target resolved, on the machine `here`."""
     return prepare(Settings(**settings), lambda backend: resolve(settings["target"]), here)
 
 
-def make_plan(folder: Path, **settings: Any) -> Plan:
+def make_plan(folder: Path, **settings: Any) -> RunPlan:
     """A checked plan over `MATRIX`, written to `folder`."""
     sys.modules.setdefault("kit_toy", sys.modules[__name__])
     path = folder / "toy.toml"

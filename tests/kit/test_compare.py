@@ -6,7 +6,7 @@ import pytest
 import torch
 from moeref_conformance.diagnosis.compare import compare, same
 from moeref_conformance.diagnosis.diagnose import diagnose
-from moeref_conformance.diagnosis.matching import Context, relation
+from moeref_conformance.diagnosis.matching import Candidates, relation
 
 pytestmark = pytest.mark.cpu
 ATTENTION = "model.layers.3.self_attn."
@@ -32,11 +32,11 @@ def _checkpoint() -> dict[str, torch.Tensor]:
 
 
 CHECKPOINT = _checkpoint()
-CONTEXT = Context(CHECKPOINT, dense_prefix=1)
+CANDIDATES = Candidates(CHECKPOINT, dense_prefix=1)
 
 
 def say(name: str, got: torch.Tensor, stale: torch.Tensor | None = None) -> str:
-    return diagnose(name, CHECKPOINT[name], got, CONTEXT, stale)
+    return diagnose(name, CHECKPOINT[name], got, CANDIDATES, stale)
 
 
 def test_equal_tensors_have_no_difference() -> None:
@@ -89,12 +89,12 @@ def test_all_zero_and_nan() -> None:
 
 def test_transposed() -> None:
     square = torch.randn(6, 6)
-    assert diagnose("x", square, square.T, Context({"x": square})) == "equals its transpose"
+    assert diagnose("x", square, square.T, Candidates({"x": square})) == "equals its transpose"
     assert say(GATE, CHECKPOINT[GATE].T) == "equals its transpose"
     assert say(GATE, CHECKPOINT[GATE].reshape(10, 16)) == "the right elements in another shape"
     stack = torch.randn(4, 6, 10)
     turned = "equals its transpose (last two dimensions swapped)"
-    assert diagnose("x", stack, stack.transpose(1, 2), Context({"x": stack})) == turned
+    assert diagnose("x", stack, stack.transpose(1, 2), Candidates({"x": stack})) == turned
 
 
 def test_strided_tensor_read_flat() -> None:
@@ -154,7 +154,7 @@ def test_halves_swapped() -> None:
     fused = torch.cat([CHECKPOINT[GATE], CHECKPOINT[UP]])
     got = torch.cat([CHECKPOINT[UP], CHECKPOINT[GATE]])
     said = "halves swapped: up before gate"
-    assert diagnose("decoder.layers.3.mlp.linear_fc1.weight", fused, got, CONTEXT) == said
+    assert diagnose("decoder.layers.3.mlp.linear_fc1.weight", fused, got, CANDIDATES) == said
 
 
 @pytest.mark.parametrize(("index", "name"), enumerate([Q, K, V]))
@@ -231,7 +231,7 @@ def test_precision() -> None:
 
 def test_stale() -> None:
     old, new = CHECKPOINT[GATE], CHECKPOINT[GATE] * -0.5
-    changed = Context({n: t * -0.5 for n, t in CHECKPOINT.items()})
+    changed = Candidates({n: t * -0.5 for n, t in CHECKPOINT.items()})
     assert diagnose(GATE, new, old.clone(), changed, old) == "stale: the values of before the change"
     half = torch.cat([old[:8], new[8:]])
     assert diagnose(GATE, new, half, changed, old) == "rows 0–7 are stale"
@@ -251,7 +251,7 @@ def test_other_scales_of_blocks() -> None:
     said = "blocks of it are 0.5 to 7 times the expected ones: their scales"
     assert say(GATE, want * factors) == said
     zeros = want.clone().index_fill(0, torch.tensor([3]), 0.0)
-    assert diagnose("other", zeros, zeros * factors, Context({})) == said
+    assert diagnose("other", zeros, zeros * factors, Candidates({})) == said
     assert "scales" not in say(GATE, want * torch.rand(16, 10))
     assert "scales" not in say(GATE, want * -factors)
 
@@ -274,7 +274,7 @@ def test_vectors() -> None:
     got[5:] = 0
     assert say(name, got) == "elements 5–9 are zero: shard 1 of 2 is missing"
     assert say(name, CHECKPOINT[name.replace(".3.", ".2.")].clone()) == "is layer -1 = dense prefix"
-    assert diagnose("s", torch.tensor(1.0), torch.tensor(3.0), CONTEXT) == "is 3 times the expected tensor"
+    assert diagnose("s", torch.tensor(1.0), torch.tensor(3.0), CANDIDATES) == "is 3 times the expected tensor"
 
 
 # What one rank holds: shards, looked for among its own and then in the checkpoint behind them.
@@ -300,7 +300,7 @@ def qkv(rank: int = 0) -> torch.Tensor:
 def say_of_shard(name: str, got: torch.Tensor) -> str:
     """Rank 0 of TP=2."""
     right = {FC1: fc1(), QKV: qkv(), FC2: CHECKPOINT[DOWN].chunk(2, 1)[0]}
-    return diagnose(name, right[name], got, Context(right, 1, behind=CONTEXT, parts=PARTS))
+    return diagnose(name, right[name], got, Candidates(right, 1, behind=CANDIDATES, parts=PARTS))
 
 
 def test_shard_is_a_part_of_one_tensor() -> None:
@@ -334,7 +334,7 @@ def test_experts_of_a_fused_tensor() -> None:
     want = torch.randn(4, 32, 10)
     moved = want.clone()
     moved[2:] = want[:2]
-    inside = Context({name: want})
+    inside = Candidates({name: want})
     assert diagnose(name, want, moved, inside) == "2 of 4 experts: expert 2 holds expert 0, expected expert 2"
     shards = torch.cat([x for g, u in zip(want[1].chunk(4)[:2], want[1].chunk(4)[2:], strict=True) for x in (g, u)])
     joined = want.clone()

@@ -20,7 +20,7 @@ from moeref_conformance.contract.backends import RANK_BACKENDS
 from moeref_conformance.contract.exits import RankExit, RunOutcome, mark_first
 from moeref_conformance.contract.records import Observation
 from moeref_conformance.worlds.forked import ForkedWorld, WorldError
-from moeref_conformance.worlds.rank import Part, Request
+from moeref_conformance.worlds.rank import CellRun, Part
 from toy_targets import Toy
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
@@ -253,7 +253,7 @@ def test_bad_requests_are_refused_before_anything_starts(tmp_path: Path) -> None
         world.run(replace(cell("trivial"), backend="nccl"), tmp_path / "a", {"hf_config": "."}, Toy.claims)
     part = Part(ranks=(2,), local={2: 0}, store=("localhost", 1), prefix="x")
     with pytest.raises(ValueError, match=r"ranks \(2,\) must be of its 2"):
-        world.fork(Request(cell("trivial"), tmp_path / "a", {"hf_config": "."}, part, deadline=20, grace=2))
+        world.fork(CellRun(cell("trivial"), tmp_path / "a", {"hf_config": "."}, part, deadline=20, grace=2))
     with pytest.raises(ValueError, match="deadline"):
         ForkedWorld("x", deadline=0)
     with pytest.raises(ValueError, match="'static' has no forked ranks"):
@@ -279,7 +279,7 @@ class Halves:
         return [
             self.pool.submit(
                 world.fork,
-                Request(
+                CellRun(
                     cell(entry, 3), folder / str(i), {"hf_config": "."},
                     Part(
                         ranks=ranks, local={rank: place for place, rank in enumerate(ranks)},
@@ -371,7 +371,7 @@ def test_a_gpu_that_is_not_there_is_named(halves: Halves, tmp_path: Path) -> Non
     wanted = Part(ranks=(0,), local={0: 99}, store=("localhost", halves.store.port), prefix="gpu")
     with ForkedWorld("toy_targets:target", deadline=20, grace=1, entry=ENTRY, backend="nccl") as world:
         cell_on_gpus = replace(cell("trivial", 1), backend="nccl")
-        outcome = world.fork(Request(cell_on_gpus, tmp_path, {"hf_config": "."}, wanted, deadline=20, grace=1))
+        outcome = world.fork(CellRun(cell_on_gpus, tmp_path, {"hf_config": "."}, wanted, deadline=20, grace=1))
     assert outcome.error == ""
     assert outcome.exits[0].kind == "raised"
     assert "rank 0 needs GPU 99 of this machine, and torch" in outcome.exits[0].stderr_tail

@@ -20,17 +20,17 @@ _ZERO = "zero"
 
 
 @dataclass
-class Context:
+class Candidates:
     """All tensors that might have been mistaken for one another, by name, and how many layers are dense.
 
-    For the shards of one rank, `behind` is the context of the whole checkpoint, searched for lines that no shard of the
+    For the shards of one rank, `behind` has those of the whole checkpoint, searched for lines that no shard of the
     rank has, and `parts` names the tensors there that each shard is made of. `left_over` are tensors of a file beside
     the checkpoint that its index does not name.
     """
 
     tensors: Mapping[str, torch.Tensor]
     dense_prefix: int = 0
-    behind: Context | None = None
+    behind: Candidates | None = None
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     left_over: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -149,7 +149,7 @@ def runs(flags: list[bool]) -> list[tuple[int, int]]:
     return spans
 
 
-def shifted(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
+def shifted(expected: torch.Tensor, got: torch.Tensor, candidates: Candidates) -> str:
     """`holds expert 8, …` if every row (or column) of `got` is the expected one, but of tensors with that relation.
 
     It explains a shard made of several tensors when all are of another expert, layer or kind.
@@ -159,33 +159,33 @@ def shifted(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
     for columns in (False, True):
         relations = set()
         for right, wrong in zip(lines_of(expected, columns), lines_of(got, columns), strict=True):
-            mine, other = (_at_the_source(context, line, columns) for line in (right, wrong))
+            mine, other = (_at_the_source(candidates, line, columns) for line in (right, wrong))
             if mine is None or other is None or mine[1] != other[1]:
                 break
-            relations.add(mistaken(mine[0], other[0], context.dense_prefix))
+            relations.add(mistaken(mine[0], other[0], candidates.dense_prefix))
         else:
             if len(relations) == 1 and relations != {"is itself"}:
                 return relations.pop()
     return ""
 
 
-def _at_the_source(context: Context, line: bytes, columns: bool) -> Where | None:
-    return (context.behind or context).line(line, columns)
+def _at_the_source(candidates: Candidates, line: bytes, columns: bool) -> Where | None:
+    return (candidates.behind or candidates).line(line, columns)
 
 
-def moved(name: str, got: torch.Tensor, context: Context, own: Context) -> str:
+def moved(name: str, got: torch.Tensor, candidates: Candidates, own: Candidates) -> str:
     """Where the rows, else the columns, of `got` come from, as runs; empty unless at least half of them are known.
 
     They are looked for in `own` first.
     """
     if got.dim() < 2:
         return ""
-    return first_of(*(partial(_moved, name, got, context, own, columns) for columns in (False, True)))
+    return first_of(*(partial(_moved, name, got, candidates, own, columns) for columns in (False, True)))
 
 
-def _moved(name: str, got: torch.Tensor, context: Context, own: Context, columns: bool) -> str:
+def _moved(name: str, got: torch.Tensor, candidates: Candidates, own: Candidates, columns: bool) -> str:
     places = [
-        (_ZERO, 0) if zero else own.line(line, columns) or context.line(line, columns)
+        (_ZERO, 0) if zero else own.line(line, columns) or candidates.line(line, columns)
         for line, zero in zip(lines_of(got, columns), zeros_of(got, columns), strict=True)
     ]
     if sum(p is not None for p in places) * 2 < len(places) or all(p is None or p[0] == _ZERO for p in places):

@@ -1,6 +1,6 @@
 """Trials on fused and sharded tensors: gate with up, q with k and v, and what one rank holds of them.
 
-The name tells what an exported tensor is. For a shard of a rank, `Context.sources` gives the full tensors in it.
+The name tells what an exported tensor is. For a shard of a rank, `Candidates.sources` gives the full tensors in it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from moeref_conformance.diagnosis.axes import SIZES
 from moeref_conformance.diagnosis.compare import bits, same
-from moeref_conformance.diagnosis.matching import Context, short, span
+from moeref_conformance.diagnosis.matching import Candidates, short, span
 
 
 def counterpart(name: str) -> str:
@@ -23,9 +23,9 @@ def counterpart(name: str) -> str:
     return ""
 
 
-def not_rechunked(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
+def not_rechunked(name: str, expected: torch.Tensor, got: torch.Tensor, candidates: Candidates) -> str:
     """TP shards of fc1, each [gate chunk | up chunk], concatenated and cut in the middle."""
-    other = context.tensors.get(counterpart(name))
+    other = candidates.tensors.get(counterpart(name))
     if other is not None:
         gate, up = (expected, other) if ".gate_proj." in name else (other, expected)
         which = slice(0, len(gate)) if ".gate_proj." in name else slice(len(gate), None)
@@ -41,15 +41,15 @@ def not_rechunked(name: str, expected: torch.Tensor, got: torch.Tensor, context:
     return ""
 
 
-def groups_lost(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
+def groups_lost(name: str, expected: torch.Tensor, got: torch.Tensor, candidates: Candidates) -> str:
     """The fused [q heads | k | v] per KV group read as all q, then all k, then all v."""
     match = re.search(r"\.([qkv])_proj\.", name)
     if match is None:
         return ""
     names = [name.replace(match[0], f".{x}_proj.") for x in "qkv"]
-    if any(n not in context.tensors for n in names):
+    if any(n not in candidates.tensors for n in names):
         return ""
-    sources = [context.tensors[n] for n in names]
+    sources = [candidates.tensors[n] for n in names]
     for groups, fused in _interleaved(sources):
         if same(torch.split(fused, [len(source) for source in sources])["qkv".index(match[1])], got):
             return f"QKV read as [Q;K;V]: the interleave of {groups} KV groups is lost"
@@ -69,9 +69,9 @@ def _words(names: Sequence[str]) -> str:
     return " and ".join([", ".join(listed[:-1]), listed[-1]] if len(listed) > 1 else listed)
 
 
-def wrong_expert(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
+def wrong_expert(name: str, expected: torch.Tensor, got: torch.Tensor, candidates: Candidates) -> str:
     """The right shard of the wrong expert, out of a tensor that holds all experts."""
-    sources = context.sources(name)
+    sources = candidates.sources(name)
     if len(sources) != 1 or sources[0].dim() < 2 or expected.shape != got.shape:
         return ""
     experts, want, have = bits(sources[0]).reshape(len(sources[0]), -1), bits(expected), bits(got)
@@ -84,9 +84,9 @@ def wrong_expert(name: str, expected: torch.Tensor, got: torch.Tensor, context: 
     return ""
 
 
-def wrong_share(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
+def wrong_share(name: str, expected: torch.Tensor, got: torch.Tensor, candidates: Candidates) -> str:
     """A shard cut wrongly from its tensors: stacked, cut from their concatenation, or another rank's."""
-    sources, names = context.sources(name), context.parts.get(name, ())
+    sources, names = candidates.sources(name), candidates.parts.get(name, ())
     if not sources or any(s.shape[1:] != sources[0].shape[1:] for s in sources):
         return ""
     if len(sources) > 1:

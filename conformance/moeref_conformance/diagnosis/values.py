@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moeref_conformance.diagnosis.compare import bits, dtype_name, same
-from moeref_conformance.diagnosis.matching import Context, lines_of, runs, span, zeros_of
+from moeref_conformance.diagnosis.matching import Candidates, lines_of, runs, span, zeros_of
 
 
 def other_dtype(expected: torch.Tensor, got: torch.Tensor) -> str:
@@ -130,7 +130,7 @@ def shifted(expected: torch.Tensor, got: torch.Tensor) -> str:
 ENOUGH = 4
 
 
-def foreign(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
+def foreign(expected: torch.Tensor, got: torch.Tensor, candidates: Candidates) -> str:
     """The expected elements in an order that no other trial explains, or values that the checkpoint does not have."""
     if expected.element_size() not in (4, 8) or got.numel() < ENOUGH:
         return ""
@@ -141,7 +141,7 @@ def foreign(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
         return ""
     if _alike(expected, got):
         return "arithmetic, not movement: close to the expected values, and no element is equal"
-    if got.dim() > 1 and any(context.line(x, c) is not None for c in (False, True) for x in lines_of(got, c)):
+    if got.dim() > 1 and any(candidates.line(x, c) is not None for c in (False, True) for x in lines_of(got, c)):
         return ""
     return "nothing of it is in the checkpoint: an initial value, or memory never written"
 

@@ -19,7 +19,7 @@ from moeref_conformance.contract.records import Observation, RankRecord
 from moeref_conformance.contract.requests.gradients import FIRST
 from moeref_conformance.contract.requests.policy import REPLAYED
 from moeref_conformance.diagnosis.compare import compare, dtype_name
-from moeref_conformance.diagnosis.matching import Context
+from moeref_conformance.diagnosis.matching import Candidates
 from moeref_conformance.judges import Case, Untested, grouped
 from moeref_conformance.oracles import published
 from moeref_conformance.oracles.expected import Expected
@@ -291,13 +291,13 @@ def placement(case: Case) -> Placement:
     return Placement(case.cell, expected(case).config, expected(case).tensors)
 
 
-def context(case: Case, factor: float = 1.0, of: Mapping[str, torch.Tensor] | None = None) -> Context:
+def candidates(case: Case, factor: float = 1.0, of: Mapping[str, torch.Tensor] | None = None) -> Candidates:
     """The whole expected checkpoint, times `factor`, for diagnosis; or the tensors `of` another export."""
     model = expected(case)
     tensors = model.tensors if of is None else of
     if factor != 1.0:
         tensors = {name: tensor * factor for name, tensor in tensors.items()}
-    return Context(tensors, int(model.config.get("first_k_dense_replace") or 0), left_over=model.left_over)
+    return Candidates(tensors, int(model.config.get("first_k_dense_replace") or 0), left_over=model.left_over)
 
 
 def tolerance(case: Case, limit: float) -> str:

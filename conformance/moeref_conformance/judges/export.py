@@ -17,14 +17,14 @@ from moeref_conformance.contract.requests.export import CHANGE
 from moeref_conformance.contract.requests.optimizer import MOVED, SENT, STILL
 from moeref_conformance.diagnosis.compare import compare
 from moeref_conformance.diagnosis.diagnose import diagnose
-from moeref_conformance.diagnosis.matching import Context
+from moeref_conformance.diagnosis.matching import Candidates
 from moeref_conformance.judges import Case, Untested, judges
 from moeref_conformance.judges.common import (
     ITSELF,
     NO_BASELINE,
     aliases,
+    candidates,
     changed,
-    context,
     expected,
     finding,
     less_one,
@@ -122,7 +122,7 @@ def _against_one_rank(judge: Callable[[Case, RankRecord, RankRecord], Answer]) -
 def _unlike(
     case: Case,
     record: RankRecord,
-    whole: Context,
+    whole: Candidates,
     *,
     step: str = "export",
     kinds: tuple[str, ...] = ("bytes",),
@@ -165,7 +165,7 @@ def _complete(case: Case, record: RankRecord, step: str) -> Iterator[Finding]:
 @_of_writer("export")
 def bytes_are_the_checkpoints(case: Case, record: RankRecord) -> list[Finding]:
     """Bytes of every tensor that is there; names, shapes and dtypes have rules of their own."""
-    return _unlike(case, record, context(case))
+    return _unlike(case, record, candidates(case))
 
 
 @judges("EXP-003")
@@ -174,7 +174,7 @@ def shapes_and_dtypes(case: Case, record: RankRecord) -> list[Finding]:
     """Of the tensors at the writer, and of the metadata that came with them."""
     want = expected(case).tensors
     want = {**want, **{name: want[original] for name, original in aliases(case).items()}}
-    findings = _unlike(case, record, context(case), kinds=("shape", "dtype"))
+    findings = _unlike(case, record, candidates(case), kinds=("shape", "dtype"))
     for row in record.value("export"):
         for what, right in shape_and_dtype(want[row["name"]]) if row["name"] in want else ():
             if row[what] != right:
@@ -276,7 +276,7 @@ def changed_weights_are_sent(case: Case, record: RankRecord) -> Iterable[Finding
     step, stale = "export_changed", expected(case).tensors
     if missing := missing_records(case, step):
         return missing
-    changed = context(case, CHANGE)
+    changed = candidates(case, CHANGE)
     findings = [*_complete(case, record, step), *_unlike(case, record, changed, step=step, kinds=KINDS, stale=stale)]
     findings += _unchanged(case)
     before = _wrong_before(case) if findings else set()
@@ -339,7 +339,7 @@ def _wrong_before(case: Case) -> set[str]:
     """Names that the first export lacked or repeated, or gave other tensors for."""
     if (record := _writer(case)) is None:
         return set()
-    wrong = [*_complete(case, record, "export"), *_unlike(case, record, context(case), kinds=KINDS)]
+    wrong = [*_complete(case, record, "export"), *_unlike(case, record, candidates(case), kinds=KINDS)]
     return {finding.hf_name for finding in wrong}
 
 
@@ -347,7 +347,7 @@ def _wrong_before(case: Case) -> set[str]:
 @_against_one_rank
 def export_is_the_one_rank_export(case: Case, record: RankRecord, one: RankRecord) -> list[Finding]:
     """Names, shapes, dtypes and bytes against the baseline, in whatever order they come."""
-    whole = context(case, of=one.tensors("export"))
+    whole = candidates(case, of=one.tensors("export"))
     return [*_other_entries(case, record, one), *_unlike(case, record, whole, kinds=KINDS)]
 
 
@@ -424,12 +424,12 @@ def receivers_are_given_the_same(case: Case) -> Iterator[Finding]:
 
 def _of_receivers(case: Case, writer: RankRecord, step: str) -> Iterator[Finding]:
     """Findings where the ranks that were given tensors in this step lack some, or have others than the writer."""
-    want: Context | None = None
+    want: Candidates | None = None
     for record in records(case, step):
         if case.claims.receivers == "all":
             yield from _complete(case, record, step)
         if record.rank != writer.rank and any(row["materialised"] for row in record.value(step)):
-            want = want or context(case, of=writer.tensors(step))
+            want = want or candidates(case, of=writer.tensors(step))
             stale = expected(case).tensors if step == "export_changed" else None
             yield from _unlike(case, record, want, step=step, kinds=KINDS, stale=stale)
 

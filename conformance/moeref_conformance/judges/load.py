@@ -12,11 +12,11 @@ from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.diagnosis.compare import compare, same
 from moeref_conformance.diagnosis.diagnose import diagnose
-from moeref_conformance.diagnosis.matching import Context
+from moeref_conformance.diagnosis.matching import Candidates
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
+    candidates,
     changed,
-    context,
     expected,
     finding,
     less_one,
@@ -34,7 +34,7 @@ from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unkno
 def shards_are_right(case: Case) -> Iterator[Finding]:
     """Every parameter and persistent buffer of every rank, and no tensor of the checkpoint without a home."""
     yield from missing_records(case, "inventory", "shards")
-    oracle, whole = placement(case), context(case)
+    oracle, whole = placement(case), candidates(case)
     for record in records(case, "inventory", "shards"):
         yield from _rank(case, oracle, record, whole)
     for rank, value in values(case, "own"):
@@ -45,7 +45,7 @@ def shards_are_right(case: Case) -> Iterator[Finding]:
             yield finding(case, rank, "own", message, local_name=local, diagnosis=diagnosis)
 
 
-def _rank(case: Case, oracle: Placement, record: RankRecord, whole: Context) -> Iterator[Finding]:
+def _rank(case: Case, oracle: Placement, record: RankRecord, whole: Candidates) -> Iterator[Finding]:
     shards, rank, known = record.tensors("shards"), record.rank, list[tuple[str, str, ExpectedShard]]()
     for item in record.value("inventory"):
         chunk, local = item["chunk"], item["local"]
@@ -64,7 +64,7 @@ def _rank(case: Case, oracle: Placement, record: RankRecord, whole: Context) -> 
         if (difference := compare(held.tensor, got, held.rows)) is None or less_one(case, local, held, got):
             continue
         # A diagnosis first looks for a wrong shard among the expected shards of this rank.
-        near = near or Context(
+        near = near or Candidates(
             {_global(name, shard): shard.tensor for _, name, shard in known},
             whole.dense_prefix,
             behind=whole,

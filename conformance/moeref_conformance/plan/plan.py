@@ -40,7 +40,7 @@ class Settings:
     backend: str = "auto"  # one of ASKED
     known_failures: Path | None = None  # the file; None for the one next to the matrix, if there is one
     deadline: float = DEADLINE  # seconds a cell may take
-    jobs: int = 0  # worlds side by side; 0 leaves it to `Plan.workers`
+    jobs: int = 0  # worlds side by side; 0 leaves it to `RunPlan.workers`
     strict: bool = False
     keep: Path | None = None  # records of all cells are kept here
 
@@ -54,7 +54,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """Checked settings, what they select, and what the target says of itself; the target itself is elsewhere.
 
     `recorded` has the records of a dump. `machine` is None where no cell depends on it. `ranks` is the number of
@@ -133,7 +133,7 @@ def is_one_rank(cell: Cell) -> bool:
     return cell.layout == ONE_RANK
 
 
-def prepare(settings: Settings, ask: Callable[[str], Described], machine: Machine | None = None) -> Plan:
+def prepare(settings: Settings, ask: Callable[[str], Described], machine: Machine | None = None) -> RunPlan:
     """Check settings, and select cells, rules and known failures. Raises `BadInput`, and runs no cell.
 
     `ask` is called once what does not depend on the target has been checked: with a backend of which cells will run, or
@@ -159,7 +159,7 @@ def prepare(settings: Settings, ask: Callable[[str], Described], machine: Machin
     if known is None:
         file = known_failures.find(matrix, target.info.name)
         known = known_failures.load(file, matrix) if file else ()
-    return Plan(
+    return RunPlan(
         settings=settings,
         info=target.info,
         claims=target.claims,

@@ -13,10 +13,10 @@ from moeref_conformance.contract.published_models import TINY_SEED
 from moeref_conformance.contract.results import version_of, versions
 from moeref_conformance.contract.rules import GROUPS, PROFILES, revision
 from moeref_conformance.contract.texts import fit
-from moeref_conformance.plan.plan import Plan
+from moeref_conformance.plan.plan import RunPlan
 
 
-def header(plan: Plan) -> dict[str, Any]:
+def header(plan: RunPlan) -> dict[str, Any]:
     """Every setting that decides a verdict, as plain values."""
     settings, claims = plan.settings, plan.claims
     info = {key: fit(value) if isinstance(value, str) else value for key, value in to_plain(plan.info).items()}

@@ -23,7 +23,7 @@ from moeref_conformance.contract.records import Observation, write_events
 from moeref_conformance.judges import Case
 from moeref_conformance.plan import matrix as matrices
 from moeref_conformance.plan.check_environment import require
-from moeref_conformance.plan.plan import Plan, Settings, prepare
+from moeref_conformance.plan.plan import RunPlan, Settings, prepare
 from moeref_conformance.resolve import DUMP, located, resolve
 from moeref_conformance.run.disk import full_disk
 from moeref_conformance.targets.dump import DumpTarget
@@ -42,7 +42,7 @@ class RunsCells(Protocol):
         """Run one cell, leaving records in `cell_dir`."""
 
 
-MakeWorld = Callable[[Plan], AbstractContextManager[RunsCells]]
+MakeWorld = Callable[[RunPlan], AbstractContextManager[RunsCells]]
 RankWorld: TypeAlias = "ForkedWorld | TorchrunWorld"
 
 
@@ -66,7 +66,7 @@ class Machinery:
 class Worlds(ExitStack):
     """The open worlds of a run, by backend. Cells of several threads take turns."""
 
-    def __init__(self, plan: Plan, parts: Machinery, folder: Path) -> None:
+    def __init__(self, plan: RunPlan, parts: Machinery, folder: Path) -> None:
         super().__init__()
         self.plan = plan
         self._parts = parts
@@ -122,7 +122,7 @@ class Worlds(ExitStack):
 
 
 @contextmanager
-def served(settings: Settings, coordinator: Coordinator | None = None) -> Iterator[tuple[Plan, Machinery]]:
+def served(settings: Settings, coordinator: Coordinator | None = None) -> Iterator[tuple[RunPlan, Machinery]]:
     """The plan of a run, by what the target says of itself in the world that imports it, and the machinery with it.
 
     A dump is no code: it is read here. With a `coordinator` the ranks are those of torchrun. Raises `BadInput`, and
@@ -171,7 +171,7 @@ def machinery(coordinator: Coordinator | None = None, first: RankWorld | None = 
 
 @contextmanager
 def _world_with_ranks(
-    plan: Plan, backend: str, coordinator: Coordinator | None, started: list[RankWorld]
+    plan: RunPlan, backend: str, coordinator: Coordinator | None, started: list[RankWorld]
 ) -> Iterator[RunsCells]:
     from moeref_conformance.worlds.dump import DumpWorld
 

@@ -14,7 +14,7 @@ from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.records import Observation
 from moeref_conformance.contract.results import Results, Verdict, Writer
 from moeref_conformance.judges import Case
-from moeref_conformance.plan.plan import Plan, is_one_rank
+from moeref_conformance.plan.plan import RunPlan, is_one_rank
 from moeref_conformance.run.header import header
 from moeref_conformance.run.machinery import Machinery, Worlds, machinery
 from moeref_conformance.run.verdicts import describe, judged, not_judged
@@ -29,7 +29,7 @@ Progress = Callable[[str, Cell, list[Verdict]], None]
 
 
 def run(
-    plan: Plan,
+    plan: RunPlan,
     out: Path,
     progress: Progress,
     parts: Machinery | None = None,
@@ -65,7 +65,7 @@ def _sorted(results: Results) -> Results:
 
 
 @contextmanager
-def _judging(plan: Plan, progress: Progress, parts: Machinery | None) -> Iterator[list[Future[Judged]]]:
+def _judging(plan: RunPlan, progress: Progress, parts: Machinery | None) -> Iterator[list[Future[Judged]]]:
     """Cells under way. One-rank cells, which others wait for, start first."""
     with _threads(plan.workers) as pool, Runner.opened(plan, parts) as runner:
 
@@ -95,7 +95,7 @@ def _threads(number: int) -> Iterator[Executor]:
 class Runner:
     """Runs and judges cells of a plan; every cell runs once. Call `cell` from one or several threads."""
 
-    def __init__(self, plan: Plan, parts: Machinery, worlds: Worlds, folder: Path) -> None:
+    def __init__(self, plan: RunPlan, parts: Machinery, worlds: Worlds, folder: Path) -> None:
         self.plan = plan
         self._parts, self._worlds, self._dir = parts, worlds, folder
         self._expecting = threading.Lock()
@@ -106,7 +106,7 @@ class Runner:
 
     @classmethod
     @contextmanager
-    def opened(cls, plan: Plan, parts: Machinery | None = None) -> Iterator[Runner]:
+    def opened(cls, plan: RunPlan, parts: Machinery | None = None) -> Iterator[Runner]:
         """A runner with open worlds."""
         parts = parts or machinery()
         with (

@@ -16,10 +16,10 @@ from moeref_conformance.contract.results import Verdict
 from moeref_conformance.contract.rules import Rule
 from moeref_conformance.judges import Case
 from moeref_conformance.plan.known_failures import lookup
-from moeref_conformance.plan.plan import Plan, repeat
+from moeref_conformance.plan.plan import RunPlan, repeat
 
 
-def not_judged(plan: Plan, cell: Cell, rules: Sequence[Rule], gap: str) -> dict[str, Verdict]:
+def not_judged(plan: RunPlan, cell: Cell, rules: Sequence[Rule], gap: str) -> dict[str, Verdict]:
     """Verdicts by id on those rules that are unclaimed, disabled, or untested because of `gap`."""
     found, why_not = {}, plan.claims.why_not(cell)
     for rule in rules:
@@ -30,7 +30,7 @@ def not_judged(plan: Plan, cell: Cell, rules: Sequence[Rule], gap: str) -> dict[
     return found
 
 
-def _unclaimed(plan: Plan, cell: Cell, rule: Rule) -> str:
+def _unclaimed(plan: RunPlan, cell: Cell, rule: Rule) -> str:
     if reason := rule.unclaimed(plan.claims):
         return reason
     if plan.recorded is not None:
@@ -40,14 +40,14 @@ def _unclaimed(plan: Plan, cell: Cell, rule: Rule) -> str:
     return ""
 
 
-def _disabled(plan: Plan, cell: Cell, rule: Rule) -> str:
+def _disabled(plan: RunPlan, cell: Cell, rule: Rule) -> str:
     if plan.enabled(cell, rule):
         return ""
     return "not in the selection" if rule.id not in plan.selected else "not in this grid of the matrix"
 
 
 def judged(
-    plan: Plan,
+    plan: RunPlan,
     case: Case,
     rule: Rule,
     judge: Callable[[Case], Outcome] | None,
@@ -73,7 +73,7 @@ def judged(
     return _with_known_failures(plan, case.cell, rule, plain)
 
 
-def _of_raised(plan: Plan, rule: Rule, error: Exception) -> tuple[str, str]:
+def _of_raised(plan: RunPlan, rule: Rule, error: Exception) -> tuple[str, str]:
     """Status and reason of a rule whose judge raised. The record of a dump may be of an older version of the kit."""
     if plan.recorded is None or isinstance(error, BadInput):
         return "error", f"the judge raised {describe(error)}"
@@ -90,7 +90,7 @@ def _unmet(rule: Rule, so_far: Mapping[str, Verdict]) -> str:
     return ""
 
 
-def _with_known_failures(plan: Plan, cell: Cell, rule: Rule, plain: Verdict) -> Verdict:
+def _with_known_failures(plan: RunPlan, cell: Cell, rule: Rule, plain: Verdict) -> Verdict:
     """`plain`, or if a known failure covers it: xfail for a failure, xpass for a pass; a flaky one is always xfail.
 
     A failure with a finding that the entry's pattern does not match stays one, that finding first.
@@ -109,7 +109,7 @@ def _with_known_failures(plan: Plan, cell: Cell, rule: Rule, plain: Verdict) -> 
     return replace(plain, status="xfail", reason=entry.text)
 
 
-def verdict(plan: Plan, cell: Cell, rule: Rule, status: str, **more: Any) -> Verdict:
+def verdict(plan: RunPlan, cell: Cell, rule: Rule, status: str, **more: Any) -> Verdict:
     """A verdict with the command that repeats it."""
     return Verdict(cell=cell.id, rule=rule.id, status=status, repeat=repeat(plan.settings, cell, rule), **more)
 

@@ -6,7 +6,7 @@ and supervises them (`supervise.py`). It has one thread: a fork copies only the 
 would stay locked in the ranks. It never touches CUDA, which does not survive a fork.
 
 It inherits a connection from its parent. First it sends its facts, with what the target says of itself, or why it
-cannot serve the target: BadInput where that is none, else a text. For each `Request` it sends the pids of the ranks,
+cannot serve the target: BadInput where that is none, else a text. For each `CellRun` it sends the pids of the ranks,
 `FINISHED` once those of a part have done their work, and a RunOutcome. A static cell has one process for all its ranks.
 While ranks run, it takes `END` and `LEAVE`. Losing the connection means that the parent is gone.
 """
@@ -39,7 +39,7 @@ from moeref_conformance.contract.records import rank_dir
 from moeref_conformance.contract.results import version_of
 from moeref_conformance.worlds import rank as rank_main
 from moeref_conformance.worlds import supervise
-from moeref_conformance.worlds.rank import Request
+from moeref_conformance.worlds.rank import CellRun
 
 #: Set before torch is imported: one thread a rank, eager code instead of compiled.
 ENVIRONMENT = {
@@ -216,7 +216,7 @@ def serve(channel: Connection[Any, Any], prepared: Prepared, keep: frozenset[int
     """Answer requests one after the other until the connection is lost."""
     while True:
         request = channel.recv()
-        if not isinstance(request, Request):
+        if not isinstance(request, CellRun):
             continue  # a late word about an earlier cell
         try:
             answer = run_cell(channel, request, prepared, keep)
@@ -227,7 +227,7 @@ def serve(channel: Connection[Any, Any], prepared: Prepared, keep: frozenset[int
         channel.send(answer)
 
 
-def run_cell(channel: Connection[Any, Any], request: Request, prepared: Prepared, keep: frozenset[int]) -> RunOutcome:
+def run_cell(channel: Connection[Any, Any], request: CellRun, prepared: Prepared, keep: frozenset[int]) -> RunOutcome:
     """Fork the ranks of one request, watch them, and say how they ended."""
     import torch
 

@@ -26,7 +26,7 @@ from moeref_conformance.contract.backends import RANK_BACKENDS
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.exits import RunOutcome, signal_name
 from moeref_conformance.worlds import static
-from moeref_conformance.worlds.rank import END, FINISHED, LEAVE, Part, Request
+from moeref_conformance.worlds.rank import END, FINISHED, LEAVE, CellRun, Part
 
 ENTRY = "moeref_conformance.steps.run:run_rank"
 START_SECONDS = 300.0  # imports of torch, megatron-core and the target on a slow, shared machine
@@ -141,7 +141,7 @@ class ForkedWorld(AbstractContextManager["ForkedWorld"]):
     """Runs cells of one backend, one of `RANK_BACKENDS`, with one forked process a rank, and static cells.
 
     `target_spec` is a target's name or `module:attr`, resolved in the fork server, never here. `entry` is what each
-    rank calls. `deadline`, `grace` and `staged` as in `Request`. Use it as a context manager, and start it from a
+    rank calls. `deadline`, `grace` and `staged` as in `CellRun`. Use it as a context manager, and start it from a
     thread that lives as long as it does.
     """
 
@@ -214,11 +214,11 @@ class ForkedWorld(AbstractContextManager["ForkedWorld"]):
         check_runs_here(cell, claims, self.backend)
         ranks = range(cell.processes)
         part = Part(ranks, {rank: rank for rank in ranks})
-        request = Request(cell, cell_dir.resolve(), inputs, part, self.deadline, self.grace, self.staged)
+        request = CellRun(cell, cell_dir.resolve(), inputs, part, self.deadline, self.grace, self.staged)
         outcome = self.fork(request)
         return static.answered(outcome, cell_dir) if cell.backend == "static" else outcome
 
-    def fork(self, request: Request, finished: Callable[[], None] = lambda: None) -> RunOutcome:
+    def fork(self, request: CellRun, finished: Callable[[], None] = lambda: None) -> RunOutcome:
         """Run a cell, or a part of one whose other ranks run elsewhere.
 
         When the ranks of a part have done their work, `finished` is called. They stay, so that no peer loses its
@@ -239,7 +239,7 @@ class ForkedWorld(AbstractContextManager["ForkedWorld"]):
             self.close()
             return RunOutcome((), time.monotonic() - begin, error=str(error))
 
-    def _ask(self, server: _Server, request: Request, finished: Callable[[], None]) -> RunOutcome:
+    def _ask(self, server: _Server, request: CellRun, finished: Callable[[], None]) -> RunOutcome:
         until = time.monotonic() + request.deadline + request.grace + 60
         server.send(request)
         while not isinstance(answer := server.receive(until), RunOutcome):

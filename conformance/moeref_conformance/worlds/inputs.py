@@ -37,7 +37,7 @@ class _State:
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenInputs:
     """Inputs below `folder` that ranks may read: `paths` by name, and the states in which they were given."""
 
     folder: Path
@@ -45,7 +45,7 @@ class Given:
     before: Mapping[str, _State]
 
     @classmethod
-    def protect(cls, folder: Path, paths: Mapping[str, Path]) -> Given:
+    def protect(cls, folder: Path, paths: Mapping[str, Path]) -> GivenInputs:
         """Make everything below `folder` read-only, and remember it."""
         for path in folder.rglob("*"):
             path.chmod(0o555 if path.is_dir() else 0o444)
@@ -63,7 +63,7 @@ class Given:
 
 
 @contextmanager
-def given(inputs: Mapping[str, str], beside: Path | None = None) -> Iterator[Given]:
+def given(inputs: Mapping[str, str], beside: Path | None = None) -> Iterator[GivenInputs]:
     """Copies of these files and folders in a folder of their own, below `beside`, for one cell."""
     with tempfile.TemporaryDirectory(prefix="moeref-inputs-", dir=beside, ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -73,7 +73,7 @@ def given(inputs: Mapping[str, str], beside: Path | None = None) -> Iterator[Giv
                 shutil.copytree(path, paths[key], copy_function=shutil.copyfile)
             else:
                 shutil.copyfile(path, paths[key])
-        yield Given.protect(folder, paths)
+        yield GivenInputs.protect(folder, paths)
 
 
 class Copies(ExitStack):
@@ -85,7 +85,7 @@ class Copies(ExitStack):
     def __init__(self, folder: Path | None = None, most: int = 4) -> None:
         super().__init__()
         self._folder, self._most, self._lock = folder, most, threading.Lock()
-        self._kept: list[tuple[Mapping[str, str], Given, ExitStack]] = []
+        self._kept: list[tuple[Mapping[str, str], GivenInputs, ExitStack]] = []
         self.callback(self._drop, 0)
 
     def run(self, inputs: Mapping[str, str], run: Callable[[dict[str, str]], RunOutcome]) -> RunOutcome:
@@ -100,7 +100,7 @@ class Copies(ExitStack):
         self._drop(self._most)
         return replace(outcome, written=(*written, *outcome.written))
 
-    def _take(self, inputs: Mapping[str, str]) -> tuple[Given, ExitStack]:
+    def _take(self, inputs: Mapping[str, str]) -> tuple[GivenInputs, ExitStack]:
         with self._lock:
             for kept in self._kept:
                 if kept[0] == inputs:

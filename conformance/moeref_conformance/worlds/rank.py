@@ -59,7 +59,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Request:
+class CellRun:
     """A cell, or a part of one, for the fork server. `inputs` has at least "hf_config" (a folder).
 
     The ranks may take `deadline` seconds; when one has failed, the others have `grace` seconds more. `staged`: the CPU
@@ -86,7 +86,7 @@ class Job:
 
     target: Target
     entry: Callable[[Target, Cell, World, dict[str, str], Path], None]
-    request: Request
+    request: CellRun
     parent: int  # pid of the fork server
     close: tuple[int, ...]  # its file descriptors that a rank must close
     done: int  # pipe to the fork server: "finished <rank>", "raised <rank> <monotonic ns>"
@@ -202,7 +202,7 @@ def _use_gpu(device: torch.device, rank: int) -> None:
     torch.cuda.set_device(device)
 
 
-def _store(request: Request) -> Store:
+def _store(request: CellRun) -> Store:
     """The rendezvous store. A TCP store is served by another process; every cell has its own prefix in it."""
     from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
@@ -212,7 +212,7 @@ def _store(request: Request) -> Store:
     return PrefixStore(request.part.prefix, client)
 
 
-def _on_loopback(request: Request) -> bool:
+def _on_loopback(request: CellRun) -> bool:
     """Whether all ranks are certainly on this machine."""
     store = request.part.store
     return store is None or request.size == 1 or store[0] in ("localhost", "127.0.0.1", "::1")

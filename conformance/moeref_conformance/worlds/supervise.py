@@ -20,7 +20,7 @@ from typing import Any
 from moeref_conformance.contract.api import Layout
 from moeref_conformance.contract.exits import RankExit, mark_first
 from moeref_conformance.contract.records import RankRecord, rank_dir
-from moeref_conformance.worlds.rank import END, FINISHED, LEAVE, STACKS, Request
+from moeref_conformance.worlds.rank import END, FINISHED, LEAVE, STACKS, CellRun
 
 STDERR_TAIL = 8000  # characters
 _MODULES = re.compile(r"(?m)^Extension modules: .*\n?")  # thousands of characters, below the stack of a native crash
@@ -74,7 +74,7 @@ class Watch:
     """
 
     def __init__(
-        self, pids: dict[int, int], begin: float, done: int, go: int, channel: Connection[Any, Any], request: Request
+        self, pids: dict[int, int], begin: float, done: int, go: int, channel: Connection[Any, Any], request: CellRun
     ) -> None:
         self.ranks = {number: _Rank(pid) for number, pid in pids.items()}
         self.done, self.go, self.channel, self.request = done, go, channel, request

@@ -24,7 +24,7 @@ from moeref_conformance.worlds.coordinator import Coordinator, address, join, pr
 from moeref_conformance.worlds.forked import ENTRY, START_SECONDS, WorldError, check_runs_here
 from moeref_conformance.worlds.inputs import fingerprint
 from moeref_conformance.worlds.messages import pack, unpack
-from moeref_conformance.worlds.rank import FINISHED, Part, Request
+from moeref_conformance.worlds.rank import FINISHED, CellRun, Part
 from moeref_conformance.worlds.worker import Place, Worker
 
 AGAIN_SECONDS = 0.5  # a failure is sent again after this: a fork server that has not begun its cell drops the message
@@ -123,7 +123,7 @@ class TorchrunWorld(AbstractContextManager["TorchrunWorld"]):
         name, have = self._send(inputs, ranks)
         self._cells += 1
         part = Part(ranks, {}, address(), prefix(f"{self.backend}/cell{self._cells}"))
-        request = Request(cell, cell_dir.resolve(), inputs, part, self.deadline, self.grace)
+        request = CellRun(cell, cell_dir.resolve(), inputs, part, self.deadline, self.grace)
         answers = self._watch(
             ranks, self.coordinator.tell(ranks, "fork", self.backend, name, request, self.coordinator.places)
         )

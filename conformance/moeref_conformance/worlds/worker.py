@@ -26,9 +26,9 @@ from moeref_conformance.contract.exits import RunOutcome
 from moeref_conformance.contract.records import rank_dir
 from moeref_conformance.contract.results import version_of, versions
 from moeref_conformance.worlds.forked import ENTRY, ForkedWorld, WorldError
-from moeref_conformance.worlds.inputs import Given
+from moeref_conformance.worlds.inputs import GivenInputs
 from moeref_conformance.worlds.messages import LOST, pack, unpack
-from moeref_conformance.worlds.rank import FINISHED, Request
+from moeref_conformance.worlds.rank import FINISHED, CellRun
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Worker:
         self.place, self._target_spec, self._connection, self._entry = place, target_spec, connection, entry
         self._folder = Path()
         self._worlds: dict[str, ForkedWorld] = {}
-        self._inputs: dict[str, Given] = {}
+        self._inputs: dict[str, GivenInputs] = {}
         self._number = 0
 
     def serve(self) -> bool:
@@ -112,10 +112,10 @@ class Worker:
         folder = Path(tempfile.mkdtemp(dir=self._folder, prefix=name))  # what it holds under this name may be changed
         unpack(files, folder)
         # One entry below each key: the file or folder, by its own name.
-        self._inputs[name] = Given.protect(folder, {path.name: next(path.iterdir()) for path in folder.iterdir()})
+        self._inputs[name] = GivenInputs.protect(folder, {path.name: next(path.iterdir()) for path in folder.iterdir()})
 
     def fork(
-        self, backend: str, name: str, request: Request, places: Mapping[int, Place]
+        self, backend: str, name: str, request: CellRun, places: Mapping[int, Place]
     ) -> tuple[RunOutcome, dict[str, bytes | None]]:
         """Run this process's rank of a cell in the world of this backend.
 

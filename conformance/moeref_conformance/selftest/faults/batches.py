@@ -358,6 +358,14 @@ FAULTS = (
         diagnosis="moved by",
     ),
     Fault(
+        id="padding-of-the-other-polarity",
+        bug="R18: Megatron-LM#6114, a mask that is true for tokens, where the router takes what is true for padding",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "ep2", batch="packed", bias_update=True),
+        patch=_padding(lambda mask: ~mask),
+        diagnosis="moved by",
+    ),
+    Fault(
         id="recomputed-padding-in-the-routers-loss",
         bug="Megatron-LM#2754, Megatron-LM#5841 in kind: which tokens are padding is not told to what is recomputed",
         rules=("GRD-001",),

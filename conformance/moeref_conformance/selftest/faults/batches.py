@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moeref_conformance.contract.api import Cell, Session, TokenLogprobs, World
+from moeref_conformance.contract.topology import coords
 from moeref_conformance.selftest.border import each_chunk, facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.routes import in_one
@@ -206,6 +207,19 @@ def _padding(
     return patch
 
 
+def _middle_stages_untold(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Stages that have neither the first layer nor the loss are not told where packed samples begin."""
+    from megatron.core.models.gpt import GPTModel
+
+    good = GPTModel.forward
+
+    def forward(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        middle = 0 < coords(cell.layout, world.rank)["pp"] < cell.layout.pp - 1
+        return good(self, *args, packed_seq_params=None if middle else packed_seq_params, **kwargs)
+
+    return mock.patch.object(GPTModel, "forward", forward)
+
+
 def _nets(chunk: Any) -> Iterator[Any]:
     return (module for module in chunk.modules() if type(module).__name__ == "GatedDeltaNet")
 
@@ -283,6 +297,14 @@ FAULTS = (
         cell=cell("glm4_moe", "one", batch="packed"),
         wrap=_one_sequence,
         one_rank=True,
+    ),
+    Fault(
+        id="packed-as-one-sequence-on-middle-stages",
+        bug="ms-swift#5544, Megatron-Bridge#3926: stages that are neither first nor last know no borders of samples",
+        rules=("FWD-002",),
+        also=("FWD-001",),
+        cell=cell("qwen3_moe", "pp4", layers=4, batch="packed"),
+        patch=_middle_stages_untold,
     ),
     Fault(
         id="packed-as-two-sequences",

@@ -114,6 +114,9 @@ class Export(Protocol):
 
         `Claims` has other designs: all ranks may be given the tensors, or each tensor one of them; or ranks yield
         nothing for tensors that they are not given, whose names they need not know.
+
+        A target that gathers or sends by buckets sets small ones, such as 64 KiB: all tensors of a model have 1 to 4
+        MB. With 512 MiB or 2 GiB there is only one, and what goes wrong between two is not seen.
         """
 
 
@@ -552,6 +555,8 @@ class Engine(Protocol):
         the weights and the version that it had, by which it labels tokens, and takes an update of this version again,
         or is dead.
         Samples that were under way go on with these weights, or end: with fewer tokens, or `sample` raises.
+
+        Tensors go in several buckets, where a target has these: it sets small ones, as for `Export.stream`.
         """
 
     def version(self) -> int:

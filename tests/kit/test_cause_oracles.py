@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from moeref_conformance.contract.requests.policy import ENTROPY, advantages
-from moeref_conformance.judges import loss_terms as fitted
+from moeref_conformance.contract.requests.policy import WHOLE, advantages
 from moeref_conformance.oracles import hidden_states, loss_terms, policy, routed
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.selftest.faults.base import cell
@@ -28,12 +27,12 @@ def test_terms_of_tokens_make_the_gradient_of_the_head(batch: str, routes: str, 
 
 def test_terms_of_a_policy_make_its_gradient_of_the_head(tmp_path: Path) -> None:
     want = expected(cell("qwen3_moe", "one", loss_mask=True), tmp_path)
-    terms = loss_terms.terms(want, fitted.OTHER_TEMPERATURE)
+    terms = loss_terms.terms(want, WHOLE.temperature)
     gains_BS = advantages(want.tokens_BS).double()
     # The first token of a sample has none before it, by which a policy could have drawn it.
     trained = [number for number, (row, s) in enumerate(terms.places) if s and want.mask_BS[row, s]]
     gains_T1 = torch.stack([gains_BS[terms.places[number]] for number in trained])[:, None]
-    by_logits_TV = gains_T1 * terms.logprob_TV[trained] + ENTROPY * terms.entropy_TV[trained]
+    by_logits_TV = gains_T1 * terms.logprob_TV[trained] + WHOLE.entropy * terms.entropy_TV[trained]
     made_VH = by_logits_TV.T @ terms.states_TH[trained] / len(trained)
     autograd_VH = policy.gradients(want)["lm_head.weight"].double()
     assert float((made_VH - autograd_VH).abs().max()) < 1e-5 * float(autograd_VH.abs().max())

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from moeref_conformance.contract.requests.policy import WHOLE
 from moeref_conformance.oracles import mtp, mtp_names, policy, routed
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.oracles.dialect import in_files
@@ -73,7 +74,7 @@ def test_it_is_the_slope_of_the_loss(want: Expected, part: str) -> None:
 
 
 def test_they_add_the_same_to_a_policys_loss(want: Expected) -> None:
-    both, beside = mtp.under(want).gradients, mtp.under(want, design=mtp.Design(policy=True)).gradients
+    both, beside = mtp.under(want).gradients, mtp.under(want, design=mtp.Design(policy=WHOLE)).gradients
     decoder, alone = routed.under(want, "native").gradients, policy.gradients(want)
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.gate.weight", "lm_head.weight"):
         added = both[name] - decoder[name]

@@ -228,10 +228,10 @@ class Policy(Protocol):
 
         It is the mean, over the tokens of all data-parallel replicas where `mask_BS` is True, of
         -(advantage · logprob + `entropy` · H). The log-probability of a token and the entropy H of what it is drawn
-        from are of logits divided by `temperature`, over the unpadded vocabulary, as in `Logprobs`. Advantages are
-        constants in fp32, of both signs. Rows of tokens, mask and advantages are as in `Gradients.gradients`, and so
-        are the cell's `router_loss` and the loss of multi-token prediction layers, which are added, and a step in which
-        all replicas have no token to train on.
+        from are of logits divided by `temperature`, over the unpadded vocabulary, as in `Logprobs`. In some steps the
+        temperature is 1 and `entropy` 0. Advantages are constants in fp32, of both signs. Rows of tokens, mask and
+        advantages are as in `Gradients.gradients`, and so are the cell's `router_loss` and the loss of multi-token
+        prediction layers, which are added, and a step in which all replicas have no token to train on.
 
         In a cell with replay R3, and in no other, `routes` are given, as in `Replay.step`: those of this rank's rows.
         Gradients are of a step under them. In some cells layers are recomputed in the backward pass, as there.

@@ -17,7 +17,7 @@ from moeref_conformance.contract.findings import Finding, Outcome, kind_of
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.contract.requests.gradients import FIRST
 from moeref_conformance.contract.requests.logprobs import ROUTES
-from moeref_conformance.contract.requests.policy import REPLAYED
+from moeref_conformance.contract.requests.policy import REPLAYED, loss
 from moeref_conformance.judges import Case, gradient_causes, judges, loss_terms
 from moeref_conformance.judges.common import (
     NATIVE,
@@ -109,7 +109,7 @@ def gradients_of_a_policy_are_transformers(case: Case) -> Outcome:
     """
     if no := _no_policy(case) or unmeasured(case):
         return no
-    compared = _compared(case, "policy", {"policy": _of_policy(case, "")}, _against)
+    compared = _compared(case, "policy", {"policy": _of_policy(case, "policy", "")}, _against)
     findings = [*compared.findings, *changed_answers(case, "policy"), *_on_no_token(case, "policy_on_no_token")]
     return outcome(findings, met=compared.met)
 
@@ -122,8 +122,7 @@ def gradients_of_a_policy_under_routes_are_transformers(case: Case) -> Outcome:
     """
     if no := _no_policy(case) or unmeasured(case):
         return no
-    want = _of_policy(case, ROUTES)
-    compared = {step: _compared(case, step, {step: want}, _against) for step in REPLAYED}
+    compared = {step: _compared(case, step, {step: _of_policy(case, step, ROUTES)}, _against) for step in REPLAYED}
     findings = [one for of_step in compared.values() for one in of_step.findings]
     findings += [one for step in REPLAYED for one in changed_answers(case, step)]
     met = "; ".join(f"{step}: {of_step.met}" for step, of_step in compared.items())
@@ -140,12 +139,13 @@ def _no_policy(case: Case) -> Outcome | None:
 
 
 @once
-def _of_policy(case: Case, routes: str) -> Mapping[str, torch.Tensor]:
-    """The gradients of a policy's loss and the cell's router loss, under a set of routes or the routers' own."""
+def _of_policy(case: Case, step: str, routes: str) -> Mapping[str, torch.Tensor]:
+    """The gradients of a step's loss and the cell's router loss, under a set of routes or the routers' own."""
+    asked = loss(step, case.cell)
     if case.cell.mtp:
-        return with_mtp(case, routes or "native", policy=True).gradients
+        return with_mtp(case, routes or "native", policy=asked).gradients
     balancing = balanced(case, case.cell.router_loss)
-    return policy.gradients(expected(case), routes, case.claims.missing_rows, balancing)
+    return policy.gradients(expected(case), routes, case.claims.missing_rows, balancing, asked)
 
 
 @judges("RPL-008")
@@ -334,7 +334,7 @@ def _against(
         diagnosis = _cause(case, record, key, phase, want, got)
         if not diagnosis and held.hf == (loss_terms.HEAD,) and case.cell.dtype == "float32":
             rows = loss_terms.rows_of(case, record.rank, key, have[key].shape)
-            diagnosis = loss_terms.counted(case, rows, want, got, **_loss_of(phase))
+            diagnosis = loss_terms.counted(case, rows, want, got, **_loss_of(case, phase))
         findings.append(
             finding(case, record.rank, phase, message, hf_name=sources[0], local_name=local, diagnosis=diagnosis)
         )
@@ -355,7 +355,7 @@ def _cause(case: Case, record: RankRecord, key: str, phase: str, want: torch.Ten
         earlier=record.tensors(phase).get(f"{FIRST}{key}") if phase == "gradients" else None,
         router_loss=case.cell.router_loss,
         without_router_loss=(lambda: of_rank(_without_router_loss(case, phase))) if case.cell.router_loss else None,
-        routers_choice=(lambda: of_rank(_by_routers_choice(case))) if phase in REPLAYED else None,
+        routers_choice=(lambda: of_rank(_by_routers_choice(case, phase))) if phase in REPLAYED else None,
         of_groups=_of_groups(case, record.rank, key, phase, len(want)),
     )
     return gradient_causes.cause(wrong)
@@ -364,14 +364,15 @@ def _cause(case: Case, record: RankRecord, key: str, phase: str, want: torch.Ten
 @once
 def _without_router_loss(case: Case, phase: str) -> Placement:
     """The gradients of the same step without the loss of the routers."""
-    plain = policy.gradients(expected(case)) if phase == "policy" else oracle(case, "native").gradients
+    of_policy = partial(policy.gradients, asked=loss(phase, case.cell))
+    plain = of_policy(expected(case)) if phase == "policy" else oracle(case, "native").gradients
     return Placement(case.cell, expected(case).config, plain)
 
 
 @once
-def _by_routers_choice(case: Case) -> Placement:
-    """The gradients of a policy's loss where no routes are given."""
-    return Placement(case.cell, expected(case).config, _of_policy(case, ""))
+def _by_routers_choice(case: Case, phase: str) -> Placement:
+    """The gradients of a policy's step where no routes are given."""
+    return Placement(case.cell, expected(case).config, _of_policy(case, phase, ""))
 
 
 def _of_groups(case: Case, rank: int, key: str, phase: str, rows: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -385,10 +386,11 @@ def _of_groups(case: Case, rank: int, key: str, phase: str, rows: int) -> Iterat
             yield axis, parts
 
 
-def _loss_of(phase: str) -> dict[str, Any]:
-    """Whether a phase is of a policy's loss, and the set of routes that it is under."""
+def _loss_of(case: Case, phase: str) -> dict[str, Any]:
+    """The policy's loss that a phase is of, if it is of one, and the set of routes that it is under."""
     under = dict.fromkeys(REPLAYED, ROUTES) | {step: step[-1] for step in ("step-a", "recompute-b")}
-    return {"policy": phase in ("policy", *REPLAYED), "routes": under.get(phase, "")}
+    asked = loss(phase, case.cell) if phase in ("policy", *REPLAYED) else None
+    return {"policy": asked, "routes": under.get(phase, "")}
 
 
 def _off(case: Case, far: Far) -> str:

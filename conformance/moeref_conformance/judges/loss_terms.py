@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moeref_conformance.contract.requests.logprobs import OTHER_TEMPERATURE
+from moeref_conformance.contract.requests.policy import Loss
 from moeref_conformance.judges import Case
 from moeref_conformance.judges.common import expected, once
 from moeref_conformance.oracles import loss_terms
@@ -18,13 +18,19 @@ EXPLAINED, ALIKE = 1e-3, 1e-2
 
 
 @once
-def _terms(case: Case, policy: bool, routes: str) -> loss_terms.Terms:
-    temperature = OTHER_TEMPERATURE if policy else 1.0
+def _terms(case: Case, policy: Loss | None, routes: str) -> loss_terms.Terms:
+    temperature = policy.temperature if policy else 1.0
     return loss_terms.terms(expected(case), temperature, routes, case.claims.missing_rows)
 
 
 def counted(
-    case: Case, rows: torch.Tensor, want: torch.Tensor, got: torch.Tensor, *, policy: bool = False, routes: str = ""
+    case: Case,
+    rows: torch.Tensor,
+    want: torch.Tensor,
+    got: torch.Tensor,
+    *,
+    policy: Loss | None = None,
+    routes: str = "",
 ) -> str:
     """How often tokens count in `got`, a gradient of the head's `rows`, where `want` is the right one.
 
@@ -35,7 +41,7 @@ def counted(
     if not bool(both_N2.isfinite().all()):
         return ""
     terms = _terms(case, policy, routes)
-    kinds = [terms.logprob_TV, *([terms.entropy_TV] if policy else [])]
+    kinds = [terms.logprob_TV, *([terms.entropy_TV] if policy and policy.entropy else [])]
     of_tokens_NK = torch.cat(
         [torch.einsum("tv,th->vht", term_TV[:, rows], terms.states_TH).flatten(0, 1) for term_TV in kinds], 1
     )
@@ -45,7 +51,7 @@ def counted(
         return ""
     of_logprobs_T2, of_entropies_T2 = found_K2.tensor_split([len(terms.places)])
     words = _words(terms.places, *of_logprobs_T2.T)
-    if not policy or not of_entropies_T2[:, 0].any():
+    if not of_entropies_T2[:, 0].any():
         return words
     times = float(of_entropies_T2[:, 1].sum() / of_entropies_T2[:, 0].sum())
     return f"{words}, entropies {_rounded(times)} times"

@@ -13,6 +13,7 @@ import torch
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Layout
 from moeref_conformance.contract.findings import Finding
+from moeref_conformance.contract.requests.policy import Loss
 from moeref_conformance.contract.requests.replay import SHARED, SHORTER
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.judges import Case
@@ -91,8 +92,8 @@ def native_gradients(case: Case, router_loss: str = "", counted: int | None = No
     return oracle(case, "native", router_loss, counted).gradients
 
 
-def with_mtp(case: Case, which: str, counted: int | None = None, policy: bool = False) -> mtp.Step:
-    """A step with multi-token prediction layers, under these routes of the decoder's, of a `policy`'s loss or not."""
+def with_mtp(case: Case, which: str, counted: int | None = None, policy: Loss | None = None) -> mtp.Step:
+    """A step with multi-token prediction layers, under these routes of the decoder's, of a `policy`'s loss if given."""
     claims = case.claims
     design = mtp.Design(
         detached=claims.mtp_detached,

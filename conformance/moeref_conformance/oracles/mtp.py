@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, rms_norm
 
+from moeref_conformance.contract.requests.policy import Loss
 from moeref_conformance.oracles import mtp_names, policy
 from moeref_conformance.oracles.dialect import as_named
 from moeref_conformance.oracles.expected import Expected
@@ -49,8 +50,8 @@ class Design:
     parts: tuple[Part, ...] = ()
     #: Parts weigh by the number of tokens that the decoder trains on in them; else they weigh alike.
     by_tokens: bool = False
-    #: The decoder's own loss is a policy's, else cross entropy.
-    policy: bool = False
+    #: The policy's loss that is the decoder's own; else that is cross entropy.
+    policy: Loss | None = None
 
 
 OF_ALL = Design()
@@ -105,7 +106,7 @@ def _computed(expected: Expected, routes: Sequence[Any], design: Design, counted
     parameters = {**dict(model.named_parameters()), **around}
     with forcing(expected, routes, more=number) as forced:
         labels_of = partial(labels, expected, counted=counted, path=design.path)
-        of_policy = partial(policy.loss, expected) if design.policy else None
+        of_policy = partial(policy.loss, expected, design.policy) if design.policy else None
         decoder, ahead = _losses(model, layers, around, expected.tokens_BS.clamp_min(0), labels_of, design, of_policy)
     of = partial(torch.autograd.grad, inputs=list(parameters.values()), retain_graph=True, materialize_grads=True)
     by_module = dict(zip(parameters, of(decoder + ahead), strict=True))

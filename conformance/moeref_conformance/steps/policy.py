@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Claims, Policy
-from moeref_conformance.contract.requests.logprobs import OTHER_ROUTES, OTHER_TEMPERATURE, ROUTES, TEMPERATURE
-from moeref_conformance.contract.requests.policy import ENTROPY, REPLAYED, advantages
+from moeref_conformance.contract.requests import policy as requests
+from moeref_conformance.contract.requests.logprobs import OTHER_ROUTES, ROUTES, TEMPERATURE
+from moeref_conformance.contract.requests.policy import ENTROPY, REPLAYED, Loss, advantages
 from moeref_conformance.steps import gradients, replay
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.forward import heads, last_layer, scaled
@@ -41,9 +42,7 @@ def step(facet: Policy, context: Context) -> dict[str, Any] | None:
     """
     if context.cell.replay == "R3":
         return None
-    recomputed = recomputing(context.cell) if context.cell.layout.pp > 1 else nullcontext
-    with recomputed(context.facet("export").chunks()):
-        _saved(facet, context, "policy")
+    _saved(facet, context, "policy")
     return _off(context)
 
 
@@ -59,8 +58,7 @@ def recomputed(facet: Policy, context: Context) -> dict[str, Any] | None:
     """As `replayed`, where the backward pass recomputes what the forward computed."""
     if not _routed(context):
         return None
-    with recomputing(context.cell)(context.facet("export").chunks()):
-        _saved(facet, context, REPLAYED[1])
+    _saved(facet, context, REPLAYED[1])
     return _off(context)
 
 
@@ -72,7 +70,7 @@ def on_no_token(facet: Policy, context: Context) -> dict[str, Any]:
     """
 
     def ask(rows_BS: torch.Tensor, none_BS: torch.Tensor) -> Any:
-        return _asked(facet, context, rows_BS, none_BS, -advantages(rows_BS), TEMPERATURE, 2 * ENTROPY)
+        return _asked(facet, context, rows_BS, none_BS, -advantages(rows_BS), Loss(TEMPERATURE, 2 * ENTROPY))
 
     context.made["before_policy"] = gradients.answers(context)
     with scaled([*last_layer(context), *heads(context)]):
@@ -90,13 +88,16 @@ def _off(context: Context) -> dict[str, Any]:
 
 
 def _saved(facet: Policy, context: Context, name: str) -> None:
-    """Take a step and save its gradients."""
+    """Take a step and save its gradients; some recompute layers."""
     cell, held = context.cell, load_file(context.input("tokens"))
     of_all = (held["tokens"], held["mask"], advantages(held["tokens"]))
     tokens_BS, mask_BS, advantages_BS = (
         gradients.batch(gradients.of_replica(of_BS, cell, context.rank), cell) for of_BS in of_all
     )
-    context.save(name, gradients.by_name(_asked(facet, context, tokens_BS, mask_BS, advantages_BS)))
+    recompute = recomputing(cell) if requests.recomputed(name, cell) else nullcontext
+    with recompute(context.facet("export").chunks()):
+        found = _asked(facet, context, tokens_BS, mask_BS, advantages_BS, requests.loss(name, cell))
+    context.save(name, gradients.by_name(found))
 
 
 def _asked(
@@ -105,11 +106,10 @@ def _asked(
     tokens_BS: torch.Tensor,
     mask_BS: torch.Tensor,
     advantages_BS: torch.Tensor,
-    temperature: float = OTHER_TEMPERATURE,
-    entropy: float = ENTROPY,
+    loss: Loss,
 ) -> Any:
     """The gradients of a step of these rows, under their routes where a cell has any."""
-    arguments = tokens_BS, mask_BS, advantages_BS, temperature, entropy
+    arguments = tokens_BS, mask_BS, advantages_BS, *loss
     if not _routed(context):
         return facet.policy_gradients(*arguments)
     return replay.under(facet.policy_gradients, *arguments, routes=_routes(context))

@@ -59,10 +59,12 @@ def _asked(change: Callable[[Asked], Asked]) -> Callable[[Session, Cell, World],
             advantages_BS: torch.Tensor,
             temperature: float,
             entropy: float,
+            *routes: Any,
         ) -> Any:
             held = range(first, first + rows)
             one = change(Asked(tokens_BS, mask_BS, advantages_BS, temperature, entropy, held))
-            return good.policy_gradients(one.tokens_BS, one.mask_BS, one.advantages_BS, one.temperature, one.entropy)
+            given = (one.tokens_BS, one.mask_BS, one.advantages_BS, one.temperature, one.entropy)
+            return good.policy_gradients(*given, *routes)
 
         return facet(session, "policy", policy_gradients=policy_gradients)
 
@@ -112,6 +114,11 @@ def _entropy_at_temperature_1(session: Session, cell: Cell, world: World) -> Any
         return {key: gradient + both[key] - left[key] for key, gradient in of_logprobs.items()}
 
     return facet(session, "policy", policy_gradients=policy_gradients)
+
+
+def _in_bf16_without_entropies(asked: Asked) -> Asked:
+    """Where no entropy counts, another backward pass is taken, which rounds gradients of log-probabilities."""
+    return asked if asked.entropy else replace(asked, advantages_BS=asked.advantages_BS.bfloat16().float())
 
 
 def _rows(session: Session) -> int:
@@ -351,6 +358,23 @@ FAULTS = (
         wrap=_entropy_at_temperature_1,
         one_rank=True,
         says="policy: the gradient of",
+    ),
+    Fault(
+        id="policy-in-bf16-without-entropies",
+        bug="slime#2158 in kind: where entropies do not count, gradients of log-probabilities are rounded to bf16",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "pp2", loss_mask=True),
+        wrap=_asked(_in_bf16_without_entropies),
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="policy-in-bf16-without-entropies-under-routes",
+        bug="slime#2158 in kind: where entropies do not count, gradients of log-probabilities are rounded to bf16",
+        rules=("GRD-005",),
+        cell=cell("qwen3_moe", "one", replay="R3", loss_mask=True),
+        wrap=_asked(_in_bf16_without_entropies),
+        one_rank=True,
+        says="recomputed_policy: the gradient of",
     ),
     Fault(
         id="policy-leaves-out-the-padding-id",

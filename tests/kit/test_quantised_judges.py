@@ -145,3 +145,13 @@ def test_a_scale_that_is_larger_than_needed_is_told(
     found = red(tensors, [list(of.items()), []], tmp_path)
     assert found.keys() == {"QNT-006"}
     assert "that of block [0, 0] 2 times" in found["QNT-006"][0]
+
+
+def test_a_scale_below_0_is_told_though_the_product_is_right(
+    tensors: dict[str, torch.Tensor], sent: list[Named], tmp_path: Path
+) -> None:
+    of = dict(sent)
+    of[SCALES], of[NAME] = -of[SCALES], (-of[NAME].float()).to(torch.float8_e4m3fn)
+    found = red(tensors, [list(of.items()), []], tmp_path)
+    assert found.keys() == {"QNT-006"}
+    assert "scales are below 0, that of block [0, 0] -1 times" in found["QNT-006"][0]

@@ -198,14 +198,15 @@ def scales_that_fit(case: Case, sent: _Sent) -> Iterator[Finding]:
     for name, _, scales in sent.pairs():
         right = oracle.largest(sent.want[name], sent.block) / oracle.LARGEST
         right = oracle.next_power(right) if sent.powers else right
-        wrong = (right > 0) & ~(scales.float() <= right * ROUNDED)
-        if bool(wrong.any()):
-            at = tuple(int(i) for i in wrong.nonzero()[0])
-            want, got = float(right[at]), float(scales[at])
-            message = (
-                f"{int(wrong.sum())} scales are larger than needed, that of block {list(at)} {got / want:.3g} times"
-            )
-            yield _found(case, sent, message, name, expected=want, got=got)
+        found = scales.float()
+        problems = {"larger than needed": ~(found <= right * ROUNDED), "below 0": found < 0}
+        for problem, everywhere in problems.items():
+            wrong = (right > 0) & everywhere
+            if bool(wrong.any()):
+                at = tuple(int(i) for i in wrong.nonzero()[0])
+                want, got = float(right[at]), float(found[at])
+                message = f"{int(wrong.sum())} scales are {problem}, that of block {list(at)} {got / want:.3g} times"
+                yield _found(case, sent, message, name, expected=want, got=got)
 
 
 @judges("QNT-008")

@@ -255,6 +255,13 @@ class _Inverted(Quantiser):
         return 1 / scale
 
 
+class _Negative(Quantiser):
+    """Divides the largest magnitude of a block by the least number of the format, which is negative."""
+
+    def scale(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return -super().scale(part, whole)
+
+
 class _RoundedAfter(Quantiser):
     """Rounds scales up to powers of two, of weights that were divided by the scales before."""
 
@@ -567,6 +574,14 @@ FAULTS = (
         cell=_QWEN,
         wrap=design(_CutOff),
         says="beyond the rounding of e4m3",
+    ),
+    Fault(
+        id="scales-negative",
+        bug="slime bbc9df9: the largest magnitude of a block is divided by -448, the least number of e4m3",
+        rules=("QNT-006",),
+        cell=_QWEN,
+        wrap=design(_Negative),
+        says="scales are below 0",
     ),
     Fault(
         id="powers-of-two-unasked",

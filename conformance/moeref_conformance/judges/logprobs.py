@@ -16,10 +16,10 @@ from moeref_conformance.contract.requests.logprobs import (
     CHANGED,
     OTHER_TEMPERATURE,
     ROUTES,
-    TEMPERATURE,
     WIDER,
     ended,
     rolled,
+    temperature,
 )
 from moeref_conformance.diagnosis.token_values import Trial, of_others, told
 from moeref_conformance.judges import Case, judges
@@ -68,17 +68,18 @@ def _wanted(case: Case, how: str) -> dict[str, torch.Tensor]:
     """What is expected of the weights as they were loaded, once they have `CHANGED`, and under given `ROUTES`."""
     if how == CHANGED:
         return _changed(case, OTHER_TEMPERATURE)
-    return logprobs.of_tokens(expected(case), TEMPERATURE, oracle(case, ROUTES).logits_BSV if how == ROUTES else None)
+    logits_BSV = oracle(case, ROUTES).logits_BSV if how == ROUTES else None
+    return logprobs.of_tokens(expected(case), temperature(case.cell), logits_BSV)
 
 
-def _changed(case: Case, temperature: float) -> dict[str, torch.Tensor]:
+def _changed(case: Case, of: float) -> dict[str, torch.Tensor]:
     """What is expected of weights that have changed, with a head that is multiplied by `WIDER`."""
-    return _anew(case, temperature, WIDER * of_changed_weights(expected(case)))
+    return _anew(case, of, WIDER * of_changed_weights(expected(case)))
 
 
-def _anew(case: Case, temperature: float, logits_BSV: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+def _anew(case: Case, of: float, logits_BSV: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """The values that logits, by default of the first weights, give for the tokens asked for after a change."""
-    return logprobs.of_tokens(expected(case), temperature, logits_BSV, _tokens(case, CHANGED))
+    return logprobs.of_tokens(expected(case), of, logits_BSV, _tokens(case, CHANGED))
 
 
 def _tokens(case: Case, how: str) -> torch.Tensor:
@@ -172,18 +173,19 @@ def _of_others(case: Case, rank: int, which: str, how: str) -> Iterator[tuple[st
         for by in range(1, min(len(want_BS), SAMPLES)):
             under = routed.under(expected(case), ROUTES, case.claims.missing_rows, rolled=by)
             said = "those under routes of other rows, of the call before or of another replica"
-            yield said, own(logprobs.of_tokens(expected(case), TEMPERATURE, under.logits_BSV))
+            yield said, own(logprobs.of_tokens(expected(case), temperature(case.cell), under.logits_BSV))
     if how == CHANGED:
         yield "those of the weights before", own(_anew(case, OTHER_TEMPERATURE))
-        said = f"those of the temperature of the call before, {TEMPERATURE}, not {OTHER_TEMPERATURE}"
-        yield said, own(_changed(case, TEMPERATURE))
+        said = f"those of the temperature of the call before, {temperature(case.cell):g}, not {OTHER_TEMPERATURE}"
+        yield said, own(_changed(case, temperature(case.cell)))
         logits_BSV = of_changed_weights(expected(case))
         yield "those of the head before", own(_anew(case, OTHER_TEMPERATURE, logits_BSV))
         said = "those of other rows, of the call before or of another replica"
         yield said, logprobs.of_tokens(expected(case), OTHER_TEMPERATURE, WIDER * logits_BSV)[which]
         yield from ((said, want_BS.roll(by, 0)) for by in range(1, len(want_BS)))
-    said = f"those of a temperature of 1, not {OTHER_TEMPERATURE if how == CHANGED else TEMPERATURE}"
-    yield said, own(logprobs.of_tokens(expected(case), 1.0, _logits(case, how), _tokens(case, how)))
+    if _temperature(case, how) != 1.0:
+        said = f"those of a temperature of 1, not {_temperature(case, how):g}"
+        yield said, own(logprobs.of_tokens(expected(case), 1.0, _logits(case, how), _tokens(case, how)))
     late_BS = want_BS.roll(1, 1)
     late_BS[:, 0] = torch.nan
     yield "those of the token before", late_BS
@@ -194,8 +196,13 @@ def _trial(case: Case, rank: int, which: str, how: str, got_BS: torch.Tensor, li
     logits_BSV, tokens_BS, want_BS = (
         _of_rank(case, rank, each, how) for each in (_logits(case, how), _tokens(case, how), _wanted(case, how)[which])
     )
-    temperature = OTHER_TEMPERATURE if how == CHANGED else TEMPERATURE
-    return Trial(which, want_BS, got_BS, logits_BSV, tokens_BS, temperature, limit, case.cell.layout.tp)
+    tp = case.cell.layout.tp
+    return Trial(which, want_BS, got_BS, logits_BSV, tokens_BS, _temperature(case, how), limit, tp)
+
+
+def _temperature(case: Case, how: str) -> float:
+    """The temperature that was asked for."""
+    return OTHER_TEMPERATURE if how == CHANGED else temperature(case.cell)
 
 
 def _logits(case: Case, how: str) -> torch.Tensor:

@@ -14,10 +14,10 @@ from moeref_conformance.contract.requests.logprobs import (
     OTHER_ROUTES,
     OTHER_TEMPERATURE,
     ROUTES,
-    TEMPERATURE,
     WIDER,
     ended,
     rolled,
+    temperature,
 )
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps import gradients
@@ -42,17 +42,17 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, Any] | None:
     Raises TypeError for an answer of another type. `off` says how far the calls moved logits, in cells whose training
     steps say so too.
 
-    The first call comes amid training; the step `around` has what it changed there. A second one follows in models of
-    one stage whose forward the oracle has. There weights are `scaled`, so that weights which a target set aside show;
-    the head is `WIDER`, so that what holds for nearly equal probabilities alone shows; the temperature is another one,
-    so that a kept one shows; rows are `rolled`, so that tokens show that were kept or are another replica's; and they
-    are `ended`, so that a token shows that no rank takes for its own, or two.
+    The first call comes amid training, of pairs at a temperature of 1; the step `around` has what it changed there. A
+    second one follows in models of one stage whose forward the oracle has. There weights are `scaled`, so that weights
+    which a target set aside show; the head is `WIDER`, so that what holds for nearly equal probabilities alone shows;
+    the temperature is another one, so that a kept one shows; rows are `rolled`, so that tokens show that were kept or
+    are another replica's; and they are `ended`, so that a token shows that no rank takes for its own, or two.
     """
     if context.cell.replay != "off":
         return None
     tokens_BS = load_file(context.input("tokens"))["tokens"]
     chunks, before = context.facet("export").chunks(), _logits(context)
-    found, left = amid_training(chunks, lambda: facet.logprobs(tokens_BS, TEMPERATURE))
+    found, left = amid_training(chunks, lambda: facet.logprobs(tokens_BS, temperature(context.cell)))
     saved = _checked(found)
     layer, head = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else ([], [])
     if head:
@@ -93,7 +93,8 @@ def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     tokens_BS = load_file(context.input("tokens"))["tokens"]
     routes = in_turns(given(context, ROUTES), given(context, OTHER_ROUTES))
     order = rolled(torch.arange(len(tokens_BS)), context.cell, context.rank).tolist()
-    saved = _checked(under(facet.logprobs, tokens_BS[order], TEMPERATURE, routes=[routes[row] for row in order]))
+    rows_BS, of_rows = tokens_BS[order], [routes[row] for row in order]
+    saved = _checked(under(facet.logprobs, rows_BS, temperature(context.cell), routes=of_rows))
     if saved:
         context.save("replayed_logprobs", saved)
     return {"has": bool(saved)}

@@ -7,7 +7,7 @@ import torch
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.topology import coords
 
-#: Logits are divided by it, as where samples were drawn with it.
+#: Logits are divided by it, as where samples were drawn with it, but for cells with pairs.
 TEMPERATURE = 0.7
 #: Of a later call, where samples were drawn with another one.
 OTHER_TEMPERATURE = 1.3
@@ -21,6 +21,11 @@ CHANGED = "changed-"
 ROUTES = "a"
 #: Those that an engine computed where it ran a part of a sample again.
 OTHER_ROUTES = "b"
+
+
+def temperature(cell: Cell) -> float:
+    """That of the first call, and under routes: 1 for pairs, which RL asks for most, and may go another way."""
+    return 1.0 if cell.batch == "pairs" else TEMPERATURE
 
 
 #: First and last tokens of a TP rank's part of the vocabulary, where that is padded to a multiple of 128 rows a rank,

@@ -132,6 +132,11 @@ def _entropies_by_chunks_of_the_vocabulary(asked: Asked) -> TokenLogprobs:
     return replace(asked.right(), entropies_BS=of_each.sum(0))
 
 
+def _of_shares_at_1(asked: Asked) -> TokenLogprobs:
+    """Logits are divided into other memory, but for a temperature of 1, where logprobs are computed in their place."""
+    return _of_shares(asked) if asked.temperature == 1.0 else asked.right()
+
+
 def _without_routes(session: Session, cell: Cell, world: World) -> Any:
     """Routes are given to steps, and not to the forward of logprobs."""
     good: Any = session.logprobs
@@ -397,6 +402,15 @@ FAULTS = (
         rules=("LGP-002",),
         cell=cell("qwen3_moe", "one"),
         wrap=_made(_of_shares),
+        says="entropies differ from transformers by",
+        diagnosis="those of a softmax that is taken twice",
+    ),
+    Fault(
+        id="entropy-of-changed-logits-at-1",
+        bug="verl#1672 in kind: at a temperature of 1 no logits are divided (miles#1190), and so none copied",
+        rules=("LGP-002",),
+        cell=cell("qwen3_moe", "one", batch="pairs"),
+        wrap=_made(_of_shares_at_1),
         says="entropies differ from transformers by",
         diagnosis="those of a softmax that is taken twice",
     ),

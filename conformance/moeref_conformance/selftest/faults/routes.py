@@ -266,6 +266,22 @@ def _recorded_as_sets(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(RouterReplay, "record_indices", record_indices)
 
 
+def _none_between(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """On stages that are neither the first one nor the last, which have no batch and no routes, routers choose."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    good, stage = RouterReplay.get_replay_topk, topology.coords(cell.layout, world.rank)["pp"]
+
+    def get_replay_topk(
+        self: Any, scores: Any, topk: int, num_groups: Any = None, group_topk: Any = None, own: Any = None, **named: Any
+    ) -> Any:
+        own = named.get("default_compute_topk", own)
+        given = good(self, scores, topk, num_groups, group_topk, own)
+        return own(scores, topk, num_groups, group_topk) if 0 < stage < cell.layout.pp - 1 else given
+
+    return mock.patch.object(RouterReplay, "get_replay_topk", get_replay_topk)
+
+
 def _compared_in_torch(routes_TLK: Rows) -> Rows:
     """Rows that are missing are looked for by torch, in the dtype in which routes came."""
     given_TLK = torch.from_numpy(routes_TLK.copy())
@@ -320,6 +336,15 @@ FAULTS = (
         cell=cell("glm4_moe", "one", layers=3, replay="R3"),
         wrap=sending_in(_by_ordinal),
         diagnosis="the route of layer 1 (layer -1)",
+    ),
+    Fault(
+        id="no-routes-between-stages",
+        bug="Megatron-Bridge#3926 in kind: what comes with a batch, routes too, gets to the first and the last stage",
+        rules=("RPL-001",),
+        also=("LGP-004",),
+        cell=cell("qwen3_moe", "pp4", layers=4, replay="R3"),
+        patch=_none_between,
+        diagnosis="the router's own choice",
     ),
     Fault(
         id="chunks-taken-for-neighbours",

@@ -223,7 +223,7 @@ def put_on_path(session: nox.Session, source: dict[str, str] | None) -> dict[str
         )
         with tarfile.open(packed) as files:
             files.extractall(folder, filter="data")
-    return {**ENV, "PYTHONPATH": str(folder)}
+    return {**ENV, "PYTHONPATH": os.pathsep.join(str(folder / path) for path in source.get("paths", ["."]))}
 
 
 def peers_with(name: str) -> None:

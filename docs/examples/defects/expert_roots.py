@@ -1,24 +1,25 @@
-"""slime: below an expert module, a parameter without an expert's number has one name on all EP ranks.
+"""miles, slime: below an expert module, a parameter without an expert's number has one name on all EP ranks.
 
 Each rank takes itself for the one that holds it, and broadcasts its own: the ranks disagree on the collective's root.
 Adapters and other parameters inside expert modules are affected, with EP.
 """
 
+import sys
 from tempfile import TemporaryDirectory
 
-from by_hand import QWEN3, checkpoint, on_ranks, slime, tell
+from by_hand import PROJECTS, QWEN3, checkpoint, on_ranks, tell
 
 
 class Asked(Exception):
     """The broadcast was asked for. It is not begun: with two roots it need not end."""
 
 
-def root(folder: str) -> int:
+def root(project: str, folder: str) -> int:
     """The rank that this rank takes for the root of that parameter's broadcast."""
     import torch
     import torch.distributed as dist
 
-    bridge, real = slime(folder), dist.broadcast
+    bridge, real = PROJECTS[project](folder), dist.broadcast
 
     def broadcast(tensor: torch.Tensor, src: int, *words: object, **more: object) -> object:
         if tensor.numel() == 3:
@@ -38,5 +39,5 @@ def root(folder: str) -> int:
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
         checkpoint(folder, QWEN3)
-        first, second = on_ranks(2, root, folder, expert_model_parallel_size=2)
+        first, second = on_ranks(2, root, sys.argv[1], folder, expert_model_parallel_size=2)
     tell(first != second, f"rank 0 broadcasts it from rank {first}, and rank 1 from rank {second}")

@@ -1,8 +1,8 @@
-"""mcore-bridge, slime: an untied model is loaded from a checkpoint without `lm_head.weight`, and nothing is said.
+"""areal, mcore-bridge, slime: an untied model is loaded without `lm_head.weight`, and nothing is said.
 
-slime takes the checkpoint for a tied one, whatever `tie_word_embeddings` says, and gives the head the embedding's
-values. mcore-bridge leaves the head as it was initialised. Untied models loaded from an incomplete checkpoint are
-affected.
+AReaL and slime take the checkpoint for a tied one, whatever `tie_word_embeddings` says, and give the head the
+embedding's values. mcore-bridge leaves the head as it was initialised. Untied models loaded from an incomplete
+checkpoint are affected.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""megatron-bridge, slime: two tensors of a multi-token prediction layer are never exported.
+"""megatron-bridge, miles, slime: two tensors of a multi-token prediction layer are never exported.
 
 Published checkpoints of GLM-4.5 and DeepSeek-V3 repeat the embedding and the head in that layer, as
 `layers.N.embed_tokens` and `layers.N.shared_head.head`, and engines load them from there.

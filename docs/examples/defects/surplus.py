@@ -1,4 +1,4 @@
-"""mbridge, mcore-bridge, megatron-bridge, slime: a tensor that no module asks for is not named.
+"""areal, mbridge, mcore-bridge, megatron-bridge, roll, slime: a tensor that no module asks for is not named.
 
 A misspelt name, or a layer that the config does not count, stays on disk: the load raises nothing and logs nothing of
 it. Published GLM-4.5 and DeepSeek-V3 hold tensors that a model without MTP has no place for.
@@ -13,7 +13,8 @@ from tempfile import TemporaryDirectory
 
 from by_hand import PROJECTS, QWEN3, checkpoint, edit, on_ranks, tell
 
-NAME = "model.layers.0.mlp.surplus.weight"
+#: One of a layer that is there, unless another is asked for.
+NAME = sys.argv[2] if len(sys.argv) > 2 else "model.layers.0.mlp.surplus.weight"
 
 
 def said(project: str, folder: str) -> str:

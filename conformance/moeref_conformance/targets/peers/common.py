@@ -35,6 +35,9 @@ ON_CPU: dict[str, Any] = {
     "deallocate_pipeline_outputs": False,  # wrong over gloo with the interleaved schedule
 }
 
+#: Bytes of a bucket, where a peer has them: so few that a model of a few megabytes goes in many.
+BUCKET = 2**16
+
 
 def info(distribution: str, issues: str) -> Info:
     """Name and installed version. Raises ImportError, naming the session that installs the bridge, if it is missing."""

@@ -37,22 +37,7 @@ class MbridgeCalls:
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[common.BridgeSession]:
         """Build the model of one rank."""
-        package: Any = importlib.import_module("mbridge")
-        hf_config = common.hf_config(world)
-        for name, value in (hf_config.rope_parameters or {}).items():
-            # mbridge reads these where transformers 4 had them: in the config itself.
-            if name in ("rope_theta", "partial_rotary_factor") and not hasattr(hf_config, name):
-                setattr(hf_config, name, value)
-        with common.groups(cell):
-            # mbridge pads to a multiple of this argument only; megatron-core needs a multiple of TP.
-            bridge = package.AutoBridge.from_config(
-                hf_config, dtype=common.torch_dtype(cell), make_vocab_size_divisible_by=cell.layout.tp
-            )
-            settings = {**common.ON_CPU, **common.parallel_settings(cell)}
-            if cell.mtp:
-                settings["mtp_num_layers"] = cell.mtp
-            bridge.set_extra_args(**settings)
-            models = bridge.get_model(bf16=cell.dtype == "bfloat16", use_cpu_initialization=True)
+        with built(cell, world) as (bridge, models):
             chunks = [getattr(model, "module", model) for model in models]
             yield common.BridgeSession(
                 export=common.BridgeExport(
@@ -60,5 +45,32 @@ class MbridgeCalls:
                     read=lambda folder: bridge.load_weights(models, folder),
                     write=lambda: bridge.export_weights(models),
                 ),
-                forward=common.BridgeForward(chunks, cell, hf_config.vocab_size),
+                forward=common.BridgeForward(chunks, cell, bridge.hf_config.vocab_size),
             )
+
+
+@contextmanager
+def built(cell: Cell, world: World) -> Iterator[tuple[Any, list[Any]]]:
+    """mbridge's bridge of the cell's checkpoint, and the model that it builds on one rank."""
+    with common.groups(cell):
+        bridge = bridge_of(cell, world)
+        yield bridge, bridge.get_model(bf16=cell.dtype == "bfloat16", use_cpu_initialization=True)
+
+
+def bridge_of(cell: Cell, world: World, pads: bool = True) -> Any:
+    """mbridge's bridge of the cell's checkpoint, which asks for megatron-core's groups. `pads`: vocabularies too."""
+    package: Any = importlib.import_module("mbridge")
+    hf_config = common.hf_config(world)
+    for name, value in (hf_config.rope_parameters or {}).items():
+        # mbridge reads these where transformers 4 had them: in the config itself.
+        if name in ("rope_theta", "partial_rotary_factor") and not hasattr(hf_config, name):
+            setattr(hf_config, name, value)
+    # mbridge pads to a multiple of this argument only; megatron-core needs a multiple of TP.
+    multiple = {"make_vocab_size_divisible_by": cell.layout.tp} if pads else {}
+    bridge = package.AutoBridge.from_config(hf_config, dtype=common.torch_dtype(cell), **multiple)
+    settings = {**common.ON_CPU, **common.parallel_settings(cell)}
+    if cell.mtp:
+        settings["mtp_num_layers"] = cell.mtp
+    bridge.set_extra_args(**settings)
+    bridge.export_weights_buffer_max_size_bytes = common.BUCKET  # read by main alone
+    return bridge

@@ -5,12 +5,19 @@ Only names and shapes are meant to be right: nothing that the forward pass alone
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.targets.peers import common
+
+#: Tensors with a row for each token of the vocabulary.
+VOCABULARY = {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 class Wrapped(torch.nn.Module):
@@ -70,6 +77,25 @@ def padded_vocabulary(hf_config: Any, cell: Cell) -> int:
     """Rows of the embedding: the vocabulary, up to a multiple of TP."""
     rows = int(hf_config.vocab_size)
     return rows + -rows % cell.layout.tp
+
+
+def padding(read: Callable[[str], object], rows: int, tp: int) -> Callable[[str], None]:
+    """`read` of a folder, for a loader that pads no vocabulary: it reads a copy whose vocabulary TP divides."""
+    from safetensors.torch import load_file, save_file
+    from torch.nn.functional import pad
+
+    def call(folder: str) -> None:
+        with tempfile.TemporaryDirectory() as copy:
+            shutil.copytree(folder, copy, dirs_exist_ok=True, copy_function=shutil.copyfile)
+            for path in Path(copy).glob("*.safetensors"):
+                tensors = load_file(path)
+                for name in VOCABULARY & tensors.keys():
+                    if len(tensors[name]) == rows:
+                        tensors[name] = pad(tensors[name], (0, 0, 0, -rows % tp))
+                save_file(tensors, path)
+            read(copy)
+
+    return call
 
 
 def shapes(hf_config: Any, cell: Cell) -> dict[str, Any]:

@@ -7,16 +7,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from moeref_conformance.contract.api import Cell, Claims, World
-from moeref_conformance.targets.peers import common, mbridge_calls
+from moeref_conformance.targets.peers import common, mbridge_calls, stand_ins
 
 #: Packages whose `__init__` imports what a trainer needs (ray, tensordict), and a converter does not.
 PACKAGES = ("verl", "verl.utils", "verl.models", "verl.models.mcore")
@@ -50,11 +48,7 @@ class Verl(mbridge_calls.MbridgeCalls):
     def preload(self) -> None:
         """Import mbridge and the converters, without the packages around them."""
         super().preload()
-        found: Any = importlib.util.find_spec("verl")
-        root = Path(found.origin).parents[1]
-        for name in PACKAGES:
-            sys.modules[name] = module = ModuleType(name)
-            module.__path__ = [str(root.joinpath(*name.split(".")))]
+        stand_ins.without_init("verl", PACKAGES)
         for name, held in UNUSED.items():
             module = sys.modules.setdefault(name, ModuleType(name))
             vars(module).update(dict.fromkeys(held, object))

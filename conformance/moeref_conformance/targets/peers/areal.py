@@ -28,7 +28,6 @@ READ = (
     "areal.utils.math",
 )
 ABSENT = ("megatron.bridge", "torchdata")
-ENGINE = "areal.engine.megatron_engine"
 
 
 class AReaL(mbridge_calls.MbridgeCalls):
@@ -55,7 +54,7 @@ class AReaL(mbridge_calls.MbridgeCalls):
         """Import mbridge and the engine, without the packages around it."""
         super().preload()
         stand_ins.read_alone("areal", READ, ABSENT)
-        importlib.import_module(ENGINE)
+        importlib.import_module("areal.engine.megatron_engine")
 
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[common.BridgeSession]:
@@ -72,7 +71,7 @@ def given(bridge: Any, models: Sequence[Any]) -> Any:
     """The engine with a model, as its `initialize` leaves it, that keeps what it would broadcast."""
     from megatron.core import parallel_state
 
-    home: Any = importlib.import_module(ENGINE)
+    home: Any = importlib.import_module("areal.engine.megatron_engine")
 
     class Engine(home.MegatronEngine):  # type: ignore[misc]
         def _update_bucket_weights_from_distributed(self, meta: object, tensors: list[tuple[str, Any]]) -> None:

@@ -17,11 +17,10 @@ from typing import Any
 from moeref_conformance.contract.api import Cell, Claims, World
 from moeref_conformance.targets.peers import common, mbridge_calls, plain_model, slime_calls, stand_ins
 
-BELOW = "miles.backends.megatron_utils"
 #: What the converters import of Ray and never call.
 RAY = {"ray": ("get",), "ray.actor": ("ActorHandle",)}
 #: Packages whose `__init__` imports what a trainer needs, and a converter does not.
-PACKAGES = (BELOW, f"{BELOW}.update_weight")
+PACKAGES = ("miles.backends.megatron_utils", "miles.backends.megatron_utils.update_weight")
 
 
 class Miles:
@@ -48,7 +47,7 @@ class Miles:
         stand_ins.holding({**slime_calls.SGLANG, **RAY})
         importlib.import_module("miles_plugins.mbridge")  # more models for mbridge
         stand_ins.without_init("miles", PACKAGES)
-        importlib.import_module(f"{BELOW}.update_weight.hf_weight_iterator_direct")
+        importlib.import_module("miles.backends.megatron_utils.update_weight.hf_weight_iterator_direct")
 
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[common.BridgeSession]:
@@ -87,8 +86,8 @@ def sent(hf_config: Any, cell: Cell, chunks: Sequence[Any]) -> Iterator[tuple[st
     """Names and tensors, as an actor hands them to engines."""
     models = [plain_model.Wrapped(chunk) for chunk in chunks]
     args = Namespace(**vars(slime_calls.arguments(hf_config, cell)), swiglu=True)
-    held = dict(importlib.import_module(f"{BELOW}.update_weight.common").named_params_and_buffers(args, models))
-    direct: Any = importlib.import_module(f"{BELOW}.update_weight.hf_weight_iterator_direct")
+    direct: Any = importlib.import_module("miles.backends.megatron_utils.update_weight.hf_weight_iterator_direct")
+    held = dict(direct.named_params_and_buffers(args, models))
     senders = direct.HfWeightIteratorDirect(args, models, type(hf_config).__name__.lower(), None)
     for chunk in senders.get_hf_weight_chunks(held):
         yield from chunk

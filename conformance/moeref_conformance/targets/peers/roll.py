@@ -12,7 +12,7 @@ from moeref_conformance.contract.api import Cell, Claims, World
 from moeref_conformance.targets.peers import common, plain_model, stand_ins
 
 #: The one module of ROLL that is read, and what neither it nor mcore_adapter's models need.
-UPDATES = "roll.third_party.megatron.model_update"
+READ = ("roll.third_party.megatron.model_update",)
 ABSENT = ("ray", "mcore_adapter.trainer")
 
 
@@ -38,10 +38,12 @@ class Roll:
 
     def preload(self) -> None:
         """Import mcore_adapter, and the one module of ROLL."""
-        stand_ins.read_alone("roll", [UPDATES], ABSENT)
+        stand_ins.read_alone("roll", READ, ABSENT)
         importlib.import_module("mcore_adapter.models")
         platforms: Any = importlib.import_module("mcore_adapter.platforms")  # ROLL has the same of its own
-        vars(importlib.import_module(UPDATES))["current_platform"] = platforms.current_platform
+        vars(importlib.import_module("roll.third_party.megatron.model_update"))["current_platform"] = (
+            platforms.current_platform
+        )
 
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[common.BridgeSession]:
@@ -92,7 +94,7 @@ def load(models: Any, folder: str) -> None:
 
 def sent(models: list[Any], rows: int | None = None) -> Iterator[tuple[str, Any]]:
     """Names and tensors, as every rank has them before it hands them to engines, less the rows that `read` added."""
-    updates: Any = importlib.import_module(UPDATES)
+    updates: Any = importlib.import_module("roll.third_party.megatron.model_update")
     every = updates.gather_weights_meta_cross_pp(models)
     for bucket in updates.gather_all_hf_weights(models, common.BUCKET, weights_meta=every):
         for name, tensor in bucket:

@@ -10,9 +10,10 @@ import importlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, Claims, World
+from moeref_conformance.contract.api import Cell, World
 from moeref_conformance.targets.peers import common, mbridge_calls, plain_model, stand_ins
 
 #: What is read of AReaL. The rest of it serves other parts of the engine, as the packages of `ABSENT` do.
@@ -38,14 +39,9 @@ class AReaL(mbridge_calls.MbridgeCalls):
     """
 
     info = common.source_info("areal", "https://github.com/areal-project/AReaL/issues")
-    claims = Claims(
-        facets=frozenset({"export"}),
+    claims = replace(
+        common.CLAIMS,
         families=frozenset({"qwen3_moe"}),  # of those that it converts, the one that mbridge builds here
-        backends=frozenset({"gloo"}),
-        norms=frozenset({"fused"}),
-        experts=frozenset({"grouped"}),
-        has_plan=False,
-        lends=True,
         non_writers="nothing",
         receivers="share",
     )

@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeref_conformance.contract.api import Cell, Info, Layout, TensorMeta, Unsupported, World
+from moeref_conformance.contract.api import Cell, Claims, Info, Layout, TensorMeta, Unsupported, World
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,18 @@ ON_CPU: dict[str, Any] = {
     "deallocate_pipeline_outputs": False,  # wrong over gloo with the interleaved schedule
 }
 
+#: What peers claim alike: Transformer Engine's names over gloo, and full tensors for all ranks, without a plan. Each
+#: has families of its own.
+CLAIMS = Claims(
+    facets=frozenset({"export"}),
+    families=frozenset(),
+    backends=frozenset({"gloo"}),
+    norms=frozenset({"fused"}),
+    experts=frozenset({"grouped"}),
+    has_plan=False,
+    lends=True,
+    receivers="all",
+)
 #: Bytes of a bucket, where a peer has them: so few that a model of a few megabytes goes in many.
 BUCKET = 2**16
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, Claims, World
+from moeref_conformance.contract.api import Cell, World
 from moeref_conformance.targets.peers import common
 
 #: Where both are told of failures.
@@ -17,15 +18,10 @@ ISSUES = "https://github.com/ISEEKYAN/mbridge/issues"
 class MbridgeCalls:
     """The README's calls: `AutoBridge`, `get_model`, `load_weights`, `export_weights`."""
 
-    claims = Claims(
+    claims = replace(
+        common.CLAIMS,
         facets=frozenset({"export", "forward"}),
         families=frozenset({"qwen3_moe", "glm4_moe", "mixtral", "deepseek_v3"}),
-        backends=frozenset({"gloo"}),
-        norms=frozenset({"fused"}),
-        experts=frozenset({"grouped"}),
-        has_plan=False,
-        lends=True,
-        receivers="all",
         mtp=1,
         dispatchers=frozenset({"alltoall", "allgather"}),
     )

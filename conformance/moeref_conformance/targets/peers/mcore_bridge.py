@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, Claims, World
+from moeref_conformance.contract.api import Cell, World
 from moeref_conformance.targets.peers import common
 
 
@@ -15,16 +16,11 @@ class McoreBridge:
     """The README's calls: `hf_to_mcore_config`, `get_mcore_model`, `load_weights`, `export_weights`."""
 
     info = common.info("mcore-bridge", "https://github.com/modelscope/mcore-bridge/issues")
-    claims = Claims(
+    claims = replace(
+        common.CLAIMS,
         facets=frozenset({"export", "forward"}),
         # Its Qwen3-Next takes a third layer for a delta net where full_attention_interval is 3, and exports by a GPU.
         families=frozenset({"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss"}),
-        backends=frozenset({"gloo"}),
-        norms=frozenset({"fused"}),
-        experts=frozenset({"grouped"}),
-        has_plan=False,
-        lends=True,
-        receivers="all",
         mtp=2,
         dispatchers=frozenset({"alltoall", "allgather"}),
     )

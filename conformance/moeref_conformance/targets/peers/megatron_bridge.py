@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from moeref_conformance.contract.api import Cell, Claims, World
+from moeref_conformance.contract.api import Cell, World
 from moeref_conformance.targets.peers import common
 
 if TYPE_CHECKING:
@@ -37,17 +38,13 @@ class MegatronBridge:
     """The README's calls: `AutoBridge`, `to_megatron_provider`, `provide_distributed_model`, `*_hf_weights`."""
 
     info = common.info("megatron-bridge", "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues")
-    claims = Claims(
+    claims = replace(
+        common.CLAIMS,
         facets=frozenset({"export", "forward"}),
         families=frozenset(
             {"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"}
         ),  # it has no Mixtral
-        backends=frozenset({"gloo"}),
-        norms=frozenset({"fused"}),
         experts=frozenset({"grouped", "sequential"}),
-        has_plan=False,
-        lends=True,
-        receivers="all",
         mtp=1,
     )
 

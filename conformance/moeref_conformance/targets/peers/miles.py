@@ -11,10 +11,11 @@ import importlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, Claims, World
+from moeref_conformance.contract.api import Cell, World
 from moeref_conformance.targets.peers import common, mbridge_calls, plain_model, slime_calls, stand_ins
 
 #: What the converters import of Ray and never call.
@@ -30,15 +31,9 @@ class Miles:
     """
 
     info = common.source_info("miles", "https://github.com/radixark/miles/issues")
-    claims = Claims(
-        facets=frozenset({"export"}),
+    claims = replace(
+        common.CLAIMS,
         families=frozenset({"qwen3_moe", "glm4_moe"}),  # of those that it converts, the ones that mbridge loads in fp32
-        backends=frozenset({"gloo"}),
-        norms=frozenset({"fused"}),
-        experts=frozenset({"grouped"}),
-        has_plan=False,
-        lends=True,
-        receivers="all",
         mtp=1,
     )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from moeref_conformance.contract.api import Cell, Claims, World
+from moeref_conformance.contract.api import Cell, World
 from moeref_conformance.targets.peers import common, plain_model, stand_ins
 
 #: The one module of ROLL that is read, and what neither it nor mcore_adapter's models need.
@@ -23,15 +24,10 @@ class Roll:
     """
 
     info = common.source_info("roll", "https://github.com/alibaba/ROLL/issues")
-    claims = Claims(
+    claims = replace(
+        common.CLAIMS,
         facets=frozenset({"export", "forward"}),
         families=frozenset({"qwen3_moe", "glm4_moe", "deepseek_v3", "mixtral"}),
-        backends=frozenset({"gloo"}),
-        norms=frozenset({"fused"}),
-        experts=frozenset({"grouped"}),
-        has_plan=False,
-        lends=True,
-        receivers="all",
         mtp=1,
         dispatchers=frozenset({"alltoall", "allgather"}),
     )

@@ -9,9 +9,10 @@ import importlib
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, Claims, World
+from moeref_conformance.contract.api import Cell, World
 from moeref_conformance.targets.peers import common, plain_model, slime_calls, stand_ins
 
 
@@ -19,15 +20,9 @@ class Slime:
     """`load_hf_weights`, and `HfWeightIteratorDirect` as actors call it."""
 
     info = common.source_info("slime", "https://github.com/THUDM/slime/issues")
-    claims = Claims(
-        facets=frozenset({"export"}),
+    claims = replace(
+        common.CLAIMS,
         families=frozenset({"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3"}),
-        backends=frozenset({"gloo"}),
-        norms=frozenset({"fused"}),
-        experts=frozenset({"grouped"}),
-        has_plan=False,
-        lends=True,
-        receivers="all",
         mtp=1,
     )
 

@@ -10,10 +10,11 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, Claims, World
+from moeref_conformance.contract.api import Cell, World
 from moeref_conformance.targets.peers import common, mbridge_calls, stand_ins
 
 #: Packages whose `__init__` imports what a trainer needs (ray, tensordict), and a converter does not.
@@ -33,16 +34,10 @@ class Verl(mbridge_calls.MbridgeCalls):
     """
 
     info = common.source_info("verl", "https://github.com/volcengine/verl/issues")
-    claims = Claims(
-        facets=frozenset({"export"}),
+    claims = replace(
+        common.CLAIMS,
         # Its converter of DeepSeek-V3 needs a model that mbridge cannot build with this megatron-core.
         families=frozenset(CONVERTERS),
-        backends=frozenset({"gloo"}),
-        norms=frozenset({"fused"}),
-        experts=frozenset({"grouped"}),
-        has_plan=False,
-        lends=True,
-        receivers="all",
     )
 
     def preload(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import torch
 
 from docs.examples.small_engine import SmallEngine
 from moeref import audit, delta
-from moeref.exporter import Bucket, SharedBuffer, buckets, read
+from moeref.exporter import Bucket, SharedBuffer, buckets, read, unit_of
 from moeref.sync import WeightSync
 
 Tensors = dict[str, torch.Tensor]
@@ -16,6 +17,8 @@ Tensors = dict[str, torch.Tensor]
 Stream = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 #: Small, so that a model of a megabyte fills many buckets.
 LIMIT = 64 << 10
+#: ROLL sends the experts of some layers rank by rank, so that those of a layer do not come side by side.
+UNIT = str if os.environ.get("MOEREF_PEER") == "roll" else unit_of
 
 
 def copies(stream: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
@@ -24,7 +27,7 @@ def copies(stream: Iterator[tuple[str, torch.Tensor]]) -> Tensors:
 
 
 def own_buckets(stream: Stream) -> Tensors:
-    held = list(buckets(stream(), LIMIT))
+    held = list(buckets(stream(), LIMIT, unit=UNIT))
     assert len(held) > 5
     return {name: tensor for bucket in held for name, tensor in bucket.tensors()}
 
@@ -50,7 +53,7 @@ def shared_memory(stream: Stream) -> Tensors:
 
 def _each(stream: Stream, take: Callable[[Bucket], Tensors], lend: bool = False) -> Tensors:
     found: Tensors = {}
-    for bucket in buckets(stream(), LIMIT, lend=lend):
+    for bucket in buckets(stream(), LIMIT, lend=lend, unit=UNIT):
         found |= take(bucket)
     return found
 

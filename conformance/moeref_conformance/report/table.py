@@ -94,13 +94,13 @@ def _figure(rows: Sequence[Verdict]) -> str:
 
 
 def _not_judged(results: Results) -> str:
-    """Why bytes or logits of claimed cells were not judged, and in how many."""
+    """Why a column says nothing of claimed cells, and of how many."""
     why: dict[str, set[str]] = {}
-    for verdict in [*_rows(results, "EXP-002"), *_rows(results, "FWD-001")]:
-        if verdict.status == "untested":
-            needed = re.match(r"requires (\S+),", verdict.reason)
-            cause = defect_of(results.table[verdict.cell].get(needed[1])) if needed else ""
-            why.setdefault(f"`{cause}`" if cause else _plain(verdict.reason.split(":")[0]), set()).add(verdict.cell)
+    for verdict in (one for rule in COLUMNS.values() for one in _rows(results, rule) if one.status == "untested"):
+        needed = re.match(r"requires (\S+),", verdict.reason)
+        cause = defect_of(results.table[verdict.cell].get(needed[1])) if needed else ""
+        reason = re.sub(r"^rank \d+ ", "a rank ", verdict.reason.split(":")[0])
+        why.setdefault(f"`{cause}`" if cause else _plain(reason), set()).add(verdict.cell)
     listed = [f"{reason}: {len(cells)}" for reason, cells in why.items()]
     unclaimed = sum(not cell["claimed"] for cell in results.header["cells"])
     return "; ".join([*listed, *([f"not claimed: {unclaimed} cells"] if unclaimed else [])]) or "–"

@@ -66,8 +66,8 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
     ("words", "message"),
     [
         (["list", "--matrix", "cpuu"], "did you mean 'cpu'"),
-        (["run", "--target", "morf"], "unknown target 'morf'; did you mean 'moeref'?; targets: mbridge, "),
-        (["run", "--target", "zzz"], "unknown target 'zzz'; targets: mbridge, "),
+        (["run", "--target", "morf"], "unknown target 'morf'; did you mean 'moeref'?; targets: areal, mbridge, "),
+        (["run", "--target", "zzz"], "unknown target 'zzz'; targets: areal, mbridge, "),
         (["smoke", "--target", "kit_toy:target", "--cell", "nothing"], "no cell or tag matches 'nothing'"),
         (["run", "--target", "kit_toy:target", "--known", "no.toml"], "cannot be read"),
         (["report", "no.jsonl"], "moeref-conformance: no.jsonl: cannot be read (No such file or directory)\n"),

@@ -239,8 +239,7 @@ def slime(folder: str, mtp_num_layers: int = 0, dtype: str = "float32") -> Bridg
     config, cell = AutoConfig.from_pretrained(folder), _cell(folder, mtp=mtp_num_layers, dtype=dtype)
     chunks = plain_model.build(config, cell)
     models, words = [plain_model.Wrapped(chunk) for chunk in chunks], slime_calls.arguments(config, cell)
-    name = type(config).__name__.lower()
-    return _calls(chunks, lambda: load_hf_weights(words, models, folder), lambda: adapter.sent(words, models, name))
+    return _calls(chunks, lambda: load_hf_weights(words, models, folder), lambda: adapter.sent(config, cell, chunks))
 
 
 def miles(folder: str, mtp_num_layers: int = 0) -> Bridge:

@@ -31,7 +31,7 @@ READ = (
 ABSENT = ("megatron.bridge", "torchdata")
 
 
-class AReaL(mbridge_calls.MbridgeCalls):
+class AReaL:
     """`MegatronEngine` between mbridge's model and the broadcast to its inference engines.
 
     The first rank of each pipeline stage sends that stage's tensors, and the other ranks none. AReaL pads no
@@ -47,8 +47,7 @@ class AReaL(mbridge_calls.MbridgeCalls):
     )
 
     def preload(self) -> None:
-        """Import mbridge and the engine, without the packages around it."""
-        super().preload()
+        """Import the engine, and mbridge with it, without the packages around it."""
         stand_ins.read_alone("areal", READ, ABSENT)
         importlib.import_module("areal.engine.megatron_engine")
 

@@ -79,13 +79,8 @@ def share_groups() -> None:
 
 def sent(hf_config: Any, cell: Cell, chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Names and tensors, as an actor hands them to engines."""
-    models = [plain_model.Wrapped(chunk) for chunk in chunks]
-    args = Namespace(**vars(slime_calls.arguments(hf_config, cell)), swiglu=True)
-    direct: Any = importlib.import_module("miles.backends.megatron_utils.update_weight.hf_weight_iterator_direct")
-    held = dict(direct.named_params_and_buffers(args, models))
-    senders = direct.HfWeightIteratorDirect(args, models, type(hf_config).__name__.lower(), None)
-    for chunk in senders.get_hf_weight_chunks(held):
-        yield from chunk
+    iterators: Any = importlib.import_module("miles.backends.megatron_utils.update_weight.hf_weight_iterator_direct")
+    return slime_calls.sent(iterators, hf_config, cell, chunks)
 
 
 #: What `--target miles` names.

@@ -79,10 +79,13 @@ def padded_vocabulary(hf_config: Any, cell: Cell) -> int:
     return rows + -rows % cell.layout.tp
 
 
-def padding(read: Callable[[str], object], rows: int, tp: int) -> Callable[[str], None]:
-    """`read` of a folder, for a loader that pads no vocabulary: it reads a copy whose vocabulary TP divides."""
+def padding(read: Callable[[str], object], rows: int, tp: int) -> Callable[[str], object]:
+    """`read` of a folder, for a loader that pads no vocabulary: it reads a copy where TP does not divide the `rows`."""
     from safetensors.torch import load_file, save_file
     from torch.nn.functional import pad
+
+    if rows % tp == 0:
+        return read
 
     def call(folder: str) -> None:
         with tempfile.TemporaryDirectory() as copy:

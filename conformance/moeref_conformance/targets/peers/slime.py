@@ -6,8 +6,7 @@ slime builds its model from command line arguments; here it is megatron-core's o
 from __future__ import annotations
 
 import importlib
-from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -48,17 +47,15 @@ class Slime:
                 export=common.BridgeExport(
                     chunks,
                     read=lambda folder: loader.load_hf_weights(args, models, folder),
-                    write=lambda: sent(args, models, type(hf_config).__name__.lower()),
+                    write=lambda: sent(hf_config, cell, chunks),
                 )
             )
 
 
-def sent(args: Namespace, models: list[plain_model.Wrapped], model_name: str) -> Iterator[tuple[str, Any]]:
+def sent(hf_config: Any, cell: Cell, chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Names and tensors, as an actor hands them to engines."""
-    direct: Any = importlib.import_module("slime.backends.megatron_utils.update_weight.hf_weight_iterator_direct")
-    held = dict(direct.named_params_and_buffers(args, models))
-    for chunk in direct.HfWeightIteratorDirect(args, models, model_name, None).get_hf_weight_chunks(held):
-        yield from chunk
+    iterators: Any = importlib.import_module("slime.backends.megatron_utils.update_weight.hf_weight_iterator_direct")
+    return slime_calls.sent(iterators, hf_config, cell, chunks)
 
 
 #: What `--target slime` names.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moeref_conformance.contract.api import Cell
@@ -28,4 +29,14 @@ def arguments(hf_config: Any, cell: Cell) -> Namespace:
         vocab_size=hf_config.vocab_size,
         padded_vocab_size=plain_model.padded_vocabulary(hf_config, cell),
         update_weight_buffer_size=common.BUCKET,
+        swiglu=True,  # read by miles alone
     )
+
+
+def sent(iterators: Any, hf_config: Any, cell: Cell, chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Names and tensors, as an actor hands them to engines. `iterators` is the module of `HfWeightIteratorDirect`."""
+    args, models = arguments(hf_config, cell), [plain_model.Wrapped(chunk) for chunk in chunks]
+    held = dict(iterators.named_params_and_buffers(args, models))
+    direct = iterators.HfWeightIteratorDirect(args, models, type(hf_config).__name__.lower(), None)
+    for chunk in direct.get_hf_weight_chunks(held):
+        yield from chunk

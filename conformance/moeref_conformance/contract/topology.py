@@ -55,6 +55,11 @@ def last_stage(layout: Layout, rank: int) -> bool:
     return coords(layout, rank)["pp"] == layout.pp - 1
 
 
+def inner_stage(layout: Layout, rank: int) -> bool:
+    """Whether a rank is of a pipeline stage that is neither the first one nor the last."""
+    return 0 < coords(layout, rank)["pp"] < layout.pp - 1
+
+
 def coords_text(layout: Layout, rank: int) -> str:
     """`tp0 pp1 ep1 etp0 dp0`; `cp` is named where the layout has it."""
     at = coords(layout, rank)

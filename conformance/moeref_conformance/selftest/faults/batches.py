@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moeref_conformance.contract.api import Cell, Session, TokenLogprobs, World
-from moeref_conformance.contract.topology import coords
+from moeref_conformance.contract.topology import inner_stage
 from moeref_conformance.selftest.border import each_chunk, facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.routes import in_one
@@ -211,11 +211,10 @@ def _middle_stages_untold(cell: Cell, world: World) -> AbstractContextManager[An
     """Stages that have neither the first layer nor the loss are not told where packed samples begin."""
     from megatron.core.models.gpt import GPTModel
 
-    good = GPTModel.forward
+    good, inner = GPTModel.forward, inner_stage(cell.layout, world.rank)
 
     def forward(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        middle = 0 < coords(cell.layout, world.rank)["pp"] < cell.layout.pp - 1
-        return good(self, *args, packed_seq_params=None if middle else packed_seq_params, **kwargs)
+        return good(self, *args, packed_seq_params=None if inner else packed_seq_params, **kwargs)
 
     return mock.patch.object(GPTModel, "forward", forward)
 

@@ -270,14 +270,14 @@ def _none_between(cell: Cell, world: World) -> AbstractContextManager[Any]:
     """On stages that are neither the first one nor the last, which have no batch and no routes, routers choose."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    good, stage = RouterReplay.get_replay_topk, topology.coords(cell.layout, world.rank)["pp"]
+    good, inner = RouterReplay.get_replay_topk, topology.inner_stage(cell.layout, world.rank)
 
     def get_replay_topk(
         self: Any, scores: Any, topk: int, num_groups: Any = None, group_topk: Any = None, own: Any = None, **named: Any
     ) -> Any:
         own = named.get("default_compute_topk", own)
         given = good(self, scores, topk, num_groups, group_topk, own)
-        return own(scores, topk, num_groups, group_topk) if 0 < stage < cell.layout.pp - 1 else given
+        return own(scores, topk, num_groups, group_topk) if inner else given
 
     return mock.patch.object(RouterReplay, "get_replay_topk", get_replay_topk)
 

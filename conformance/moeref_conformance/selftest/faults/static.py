@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
@@ -56,11 +57,16 @@ def _with_etp_1(row: NameRow) -> NameRow:
     return replace(row, shape=(rows, 2 * columns) if "linear_fc2" in row.local else (2 * rows, columns))
 
 
-def _predicting_swapped(row: NameRow) -> NameRow:
-    """The two multi-token prediction layers after two decoder layers, each under the other's number."""
-    if not row.local.startswith("mtp."):
-        return row
-    return replace(row, hf=tuple(re.sub(r"layers\.([23])\.", lambda m: f"layers.{5 - int(m[1])}.", h) for h in row.hf))
+def _predicting_swapped(session: Any, cell: Cell, world: World) -> Any:
+    """The two multi-token prediction layers after the decoder's, each under the other's number."""
+
+    def swapped(row: NameRow) -> NameRow:
+        if not row.local.startswith("mtp."):
+            return row
+        other = partial(re.sub, r"layers\.(\d+)\.", lambda layer: f"layers.{2 * cell.layers + 1 - int(layer[1])}.")
+        return replace(row, hf=tuple(map(other, row.hf)))
+
+    return border.each_row(swapped)(session, cell, world)
 
 
 FAULTS = (
@@ -69,7 +75,7 @@ FAULTS = (
         bug="layers for multi-token prediction are counted from the last one, so that two change places",
         rules=("NAM-003",),
         cell=cell("glm4_moe", "pp2", mtp=2, backend="static"),
-        wrap=border.each_row(_predicting_swapped),
+        wrap=_predicting_swapped,
         says="is layer 2, the table says 3",
     ),
     Fault(

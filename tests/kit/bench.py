@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,8 @@ def otherwise(case: Case, step: str, change: Callable[[Any], object]) -> Case:
 class Bench:
     """One world for many targets, told apart by a cell's tags.
 
-    Runs a cell, and its one-rank baseline, once for all who ask, and judges it.
+    Runs a cell, and its one-rank baseline, once for all who ask, and judges it. What a cell with tags recorded is
+    removed once it is judged: no other test asks for it, and hundreds of them fill a disk.
     """
 
     def __init__(self, world: ForkedWorld, folder: Path, target: Target, inputs: Path | None = None) -> None:
@@ -62,12 +64,14 @@ class Bench:
         self._inputs = inputs or folder
         self._static = StaticWorld(target)
         self._seen: dict[tuple[str, tuple[str, ...]], Observation] = {}
+        self._ran = 0
 
     def observe(self, cell: Cell, deadline: float) -> Observation:
         key = cell.id, cell.tags
         if key not in self._seen:
-            where = self._folder / f"cell{len(self._seen)}"
+            where = self._folder / f"cell{self._ran}"
             where.mkdir()
+            self._ran += 1
             self._world.deadline = deadline
             world = self._static if cell.backend == "static" else self._world
             with given(expected(cell, self._inputs).inputs) as own:
@@ -89,7 +93,13 @@ class Bench:
                 continue
             unmet = [r for r in rule.requires if r in outcomes and (outcomes[r].findings or outcomes[r].untested)]
             outcomes[rule.id] = Outcome(untested=f"requires {unmet}") if unmet else JUDGES[rule.id](case)
+        if cell.tags:
+            self._forget(cell.tags)
         return outcomes
+
+    def _forget(self, tags: tuple[str, ...]) -> None:
+        for key in [key for key in self._seen if key[1] == tags]:
+            shutil.rmtree(self._seen.pop(key).ranks[0].dir.parent)
 
     def case(self, cell: Cell, *, one_rank: bool = False, deadline: float = 60.0) -> Case:
         """What judges read of a cell."""

@@ -150,7 +150,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Rule:
+class PaddingRule:
     """A combination that is refused, in the form of the tables of dispatchers and settings."""
 
     id: str
@@ -160,14 +160,14 @@ class Rule:
     refuses: Callable[[Asked], bool]
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[PaddingRule, ...] = (
+    PaddingRule(
         "sp-needs-tp",
         "sequence parallelism needs tp > 1",
         "turn it off or raise tp", "ModelParallelConfig.__post_init__",
         lambda ask: ask.sequence_parallel and ask.layout.tp == 1,
     ),
-    Rule(
+    PaddingRule(
         "equal-pieces-need-equal-rows",
         "the dispatcher exchanges equal pieces only",
         "drop equal_rows=False, or use alltoall", "gather_from_sequence_parallel_region, hybrid_ep_dispatch",

@@ -28,7 +28,7 @@ class Sent(NamedTuple):
     offset: int
 
 
-class Message(NamedTuple):
+class ShardMessage(NamedTuple):
     """The shards that one rank sends to `receivers` in a batch. An owner among them reads its own memory instead."""
 
     owner: int
@@ -44,7 +44,7 @@ class Batch(NamedTuple):
     """
 
     params: range
-    messages: tuple[Message, ...]
+    messages: tuple[ShardMessage, ...]
     nbytes: int
 
 
@@ -111,7 +111,7 @@ class _Batch:
             self._ends[owner, to] = at + nbytes
 
     def done(self, params: range) -> Batch:
-        messages = (Message(*key, tuple(shards), self._ends[key]) for key, shards in self.shards.items())
+        messages = (ShardMessage(*key, tuple(shards), self._ends[key]) for key, shards in self.shards.items())
         return Batch(params, tuple(messages), self._most)
 
 

@@ -100,7 +100,7 @@ def buckets(
     if isinstance(stream, Stream) and not stream.begun:
         yield from _assembled(stream, limit, lender, unit)
     else:
-        yield from _copied(closed_up(stream, unit), _Filling(LIMIT if limit is None else limit, lender, unit))
+        yield from _copied(closed_up(stream, unit), _OpenBucket(LIMIT if limit is None else limit, lender, unit))
     if lender:
         lender.end()
 
@@ -125,7 +125,7 @@ def _assembled(
         del bucket
 
 
-def _copied(stream: Iterable[tuple[str, torch.Tensor]], filling: _Filling) -> Iterator[Bucket]:
+def _copied(stream: Iterable[tuple[str, torch.Tensor]], filling: _OpenBucket) -> Iterator[Bucket]:
     for name, tensor in stream:
         if not filling.has_room(name, tensor.shape, tensor.nbytes):
             if bucket := filling.emit(name):
@@ -139,7 +139,7 @@ def _copied(stream: Iterable[tuple[str, torch.Tensor]], filling: _Filling) -> It
         yield bucket
 
 
-class _Filling:
+class _OpenBucket:
     """The bucket in the making."""
 
     def __init__(self, limit: int, lender: Lender | None, unit: Callable[[str], str]) -> None:

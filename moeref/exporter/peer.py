@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moeref.exporter.batches import Message
+from moeref.exporter.batches import ShardMessage
 from moeref.exporter.plan import ExportError, Plan
 
 
@@ -47,7 +47,7 @@ class Peer(NamedTuple):
         return not int(ill)
 
     @contextmanager
-    def naming(self, messages: Sequence[Message]) -> Iterator[None]:
+    def naming(self, messages: Sequence[ShardMessage]) -> Iterator[None]:
         """Turn an error of the block into an ExportError that names the tensors and ranks of `messages`."""
         try:
             yield

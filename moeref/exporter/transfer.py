@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from moeref.bridge.shard_map import GlobalParam
 from moeref.dtypes import DTYPES
-from moeref.exporter.batches import Batch, Message
+from moeref.exporter.batches import Batch, ShardMessage
 from moeref.exporter.copies import Copy
 from moeref.exporter.peer import Buffers, Peer
 from moeref.torch_dtypes import TORCH
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 class _Parcel(NamedTuple):
     """A message that this rank sends or receives, and where it lies in the buffer of its batch."""
 
-    message: Message
+    message: ShardMessage
     memory: torch.Tensor
 
 
@@ -59,7 +59,7 @@ class _Travel:
     def __init__(self, peer: Peer, batch: Batch, buffer: torch.Tensor) -> None:
         self.batch, self.buffer, self._peer = batch, buffer, peer
         self.sent, self.received = list[_Parcel](), list[_Parcel]()
-        self._works = deque[tuple[tuple[Message, ...], dist.Work]]()
+        self._works = deque[tuple[tuple[ShardMessage, ...], dist.Work]]()
         end = 0
         for message in mine(batch, peer.rank):
             parcel = _Parcel(message, buffer[end : end + message.nbytes])
@@ -92,7 +92,7 @@ class _Travel:
         return {(number, part): start + at for start, shards in starts for number, part, at in shards}
 
 
-def mine(batch: Batch, rank: int) -> Iterator[Message]:
+def mine(batch: Batch, rank: int) -> Iterator[ShardMessage]:
     """The messages of a batch that `rank` sends or receives."""
     return (m for m in batch.messages if m.owner == rank or rank in m.receivers)
 

@@ -216,10 +216,15 @@ def _differs(checkpoint: Checkpoint, tensor: HFTensor, widened: bool) -> str:
     """How the tensor of the checkpoint differs from the model's; "" if not, or only in a dtype that is `widened`."""
     found = checkpoint.header(tensor.name)
     if found.shape != tensor.shape:
-        return f"{tensor.name} has shape {list(found.shape)}, the config says {list(tensor.shape)}"
+        turned = " (its last two dimensions are swapped)" if found.shape == _turned(tensor.shape) else ""
+        return f"{tensor.name} has shape {list(found.shape)}, the config says {list(tensor.shape)}{turned}"
     if found.dtype != tensor.dtype and not widened:
         return f"{tensor.name} is {found.dtype}, the model holds {tensor.dtype}"
     return ""
+
+
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], *shape[:-3:-1])
 
 
 def _some(names: list[str]) -> str:

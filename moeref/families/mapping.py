@@ -5,7 +5,8 @@ Everything here is data, without torch. `bridge` reads it to load, to export and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moeref.families.model import Model
@@ -91,3 +92,14 @@ class SpecNames:
         if self.experts == "grouped" and "{expert}" in name:
             name = name.replace("local_experts.{expert}.", "") + "{expert}"
         return name.replace("decoder.layers.{layer}.", f"mtp.layers.{{layer}}.{self.mtp}.") if mtp else name
+
+
+def beside_vision(mappings: Iterable[ParamMapping]) -> tuple[ParamMapping, ...]:
+    """A text model's table as it is in a model with a vision model: under `model.language_model`, `lm_head` beside it."""
+    return tuple(
+        replace(one, hf=tuple(map(_inside, one.hf)), fused=one.fused and _inside(one.fused)) for one in mappings
+    )
+
+
+def _inside(pattern: HFPattern) -> HFPattern:
+    return replace(pattern, name=pattern.name.replace("model.", "model.language_model.", 1))

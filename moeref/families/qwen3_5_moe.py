@@ -10,21 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from moeref.families import qwen3_5_moe_text
-from moeref.families.mapping import HFPattern
+from moeref.families.mapping import beside_vision
 from moeref.families.model import FamilyError, Model
 
 NAME = "qwen3_5_moe"
-
-
-def _inside(pattern: HFPattern) -> HFPattern:
-    """The name inside the whole model; `lm_head` is beside it."""
-    return replace(pattern, name=pattern.name.replace("model.", "model.language_model.", 1))
-
-
 #: The text model's table under `model.language_model`.
-MAPPINGS = tuple(
-    replace(m, hf=tuple(map(_inside, m.hf)), fused=m.fused and _inside(m.fused)) for m in qwen3_5_moe_text.MAPPINGS
-)
+MAPPINGS = beside_vision(qwen3_5_moe_text.MAPPINGS)
 
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:

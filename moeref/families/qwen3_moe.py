@@ -99,16 +99,21 @@ MAPPINGS = (
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:
     """A Qwen3-MoE `config.json` as a `Model`."""
-    check_switches(hf, NAME, {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False})
-    base = decoder(hf, NAME, dtype)
+    return read_as(hf, NAME, dtype)
+
+
+def read_as(hf: Mapping[str, Any], name: str, dtype: str) -> Model:
+    """A config with the keys of Qwen3-MoE, as a `Model` of the family `name`."""
+    check_switches(hf, name, {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False})
+    base = decoder(hf, name, dtype)
     step, dense = hf.get("decoder_sparse_step") or 1, set(hf.get("mlp_only_layers") or ())
     return Model(
         **base,
-        **grouped_query_with_yarn(hf, NAME),
+        **grouped_query_with_yarn(hf, name),
         qk_norm=True,
         # Published configs say num_experts, transformers 5 saves num_local_experts.
-        experts=require(hf, NAME, "num_experts", "num_local_experts"),
-        moe_ffn=require(hf, NAME, "moe_intermediate_size"),
+        experts=require(hf, name, "num_experts", "num_local_experts"),
+        moe_ffn=require(hf, name, "moe_intermediate_size"),
         # transformers: MoE where (layer + 1) % decoder_sparse_step == 0 and the layer is not in mlp_only_layers
         moe_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(base["num_layers"])),
         score_function="softmax",

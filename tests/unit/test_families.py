@@ -25,7 +25,9 @@ def test_unknown_model_type_lists_the_families() -> None:
     with pytest.raises(FamilyError, match=known) as error:
         families.read({"model_type": "qwen3_mo"})
     assert "did you mean qwen3_moe" in str(error.value)
-    with pytest.raises(FamilyError, match=r"kimi_k2, mixtral, qwen3_5_moe, qwen3_5_moe_text, qwen3_moe, qwen3_next$"):
+    with pytest.raises(
+        FamilyError, match=r"kimi_k2, mixtral, qwen3_5_moe, qwen3_5_moe_text, qwen3_moe, qwen3_next, qwen3_vl_moe$"
+    ):
         families.read({"model_type": "gpt_neox"})  # no family's name is near enough to be meant
 
 

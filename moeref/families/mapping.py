@@ -95,7 +95,7 @@ class SpecNames:
 
 
 def beside_vision(mappings: Iterable[ParamMapping]) -> tuple[ParamMapping, ...]:
-    """A text model's table as it is in a model with a vision model: under `model.language_model`, `lm_head` beside it."""
+    """A text model's table beside a vision model: under `model.language_model`; `lm_head` stays where it is."""
     return tuple(
         replace(one, hf=tuple(map(_inside, one.hf)), fused=one.fused and _inside(one.fused)) for one in mappings
     )

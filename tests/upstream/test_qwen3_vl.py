@@ -141,7 +141,7 @@ def test_logits_of_text_are_those_of_transformers(
 
 def test_a_config_that_is_not_mapped_is_refused(module: Any) -> None:
     config = module.config.to_dict()
-    with pytest.raises(FamilyError, match="qwen3_vl_moe: config.json has no text_config"):
+    with pytest.raises(FamilyError, match=r"qwen3_vl_moe: config.json has no text_config"):
         families.read({"model_type": "qwen3_vl_moe", **TEXT})
     with pytest.raises(FamilyError, match="qwen3_vl_moe: attention_bias=True is not mapped"):
         families.read({**config, "text_config": {**config["text_config"], "attention_bias": True}})

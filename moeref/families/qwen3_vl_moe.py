@@ -1,7 +1,7 @@
 """Qwen3-VL with experts: Qwen3-MoE beside a vision model, which has no part in a Megatron language model.
 
-Published files hold all experts of a layer in one tensor per parameter, as [in, out], gate before up, as vLLM takes them.
-transformers 5 has them as [out, in] in memory, under the same names, and saves them so: such a folder is refused.
+Published files hold all experts of a layer in one tensor per parameter, as [in, out], gate before up: so vLLM takes
+them. transformers 5 has them as [out, in] in memory, under the same names, and saves them so: such a folder is refused.
 Loading skips the vision model (`model.visual.*`), and no export has it: an engine keeps the one it loaded. Of text
 alone the three axes of positions agree, and rope is Qwen3-MoE's.
 Sources: transformers' Qwen3VLMoeTextTopKRouter, and its conversion of qwen3_vl_moe.

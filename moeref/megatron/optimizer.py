@@ -21,6 +21,10 @@ from moeref.megatron.training import Loss, accumulate, in_ddp
 from moeref.replay import Routes
 
 
+class NotFiniteError(RuntimeError):
+    """A gradient of some rank is not finite, and all ranks have skipped the step."""
+
+
 class Trainer:
     """The optimizer of a built model. Call `reload` whenever weights are loaded after it is made.
 
@@ -63,16 +67,18 @@ class Trainer:
         Multi-token prediction layers train on tokens where `mask_BS` is True: without it on prompts too.
 
         Returns the norm of the gradient, also where `clip_grad` is 0; None where megatron-core's optimizer computes
-        none. Raises RuntimeError for weights that changed since the last step or `reload`, and if the step was skipped;
-        ValueError for a `mask_BS` that is not bool or of another shape; other errors as `replaying` does.
+        none. Raises RuntimeError for weights that changed since the last step or `reload`; ValueError for a `mask_BS`
+        that is not bool or of another shape; other errors as `replaying` does. All ranks raise NotFiniteError where a
+        gradient of one is infinite or NaN: the step is skipped, and the next one goes on as if it had not been asked.
         """
         self._check_masters()
         self.optimizer.zero_grad()
         with replaying(self.built.chunks, given) if given is not None else nullcontext():
             accumulate(self._wrapped, self.built.shard_map, tokens_BS, loss, mask_BS=mask_BS)
-        done, norm, _ = self.optimizer.step()
+        # Where a loss is scaled, megatron-core looks itself, and lowers the scale; in bf16 and fp32 it does not look.
+        done, norm, _ = self.optimizer.step() if self._is_scaled() or self._is_finite() else (False, None, None)
         if not done:
-            raise RuntimeError("the optimizer skipped the step: gradients are not finite")
+            raise NotFiniteError("the step is skipped on all ranks: gradients are not finite")
         return None if norm is None else float(norm)
 
     def save(self, folder: str | Path) -> None:
@@ -117,6 +123,18 @@ class Trainer:
             "layout": [of.layout.text],
             "parameter": [f"{n}:{name} {list(p.shape)} {p.dtype}" for n, name, p in named if p.requires_grad],
         }
+
+    def _is_scaled(self) -> bool:
+        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return any(getattr(one, "grad_scaler", None) for one in chained)
+
+    def _is_finite(self) -> bool:
+        """Whether all gradients of all ranks are finite. The experts of a rank may be on no other."""
+        buffers = (of for one in self._wrapped for of in [*one.buffers, *one.expert_parallel_buffers])
+        largest = [torch.linalg.vector_norm(of.grad_data, torch.inf) for of in buffers]
+        bad = sum((~of.isfinite() for of in largest), torch.zeros((), device=device.of(self.built.chunks)))
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        return not bool(bad)
 
     def _check_masters(self) -> None:
         pairs = list(_masters(self.optimizer))

@@ -258,6 +258,8 @@ class Optimizer(Protocol):
         adam_beta2, adam_eps, weight_decay and clip_grad of megatron-core's OptimizerConfig. The decay is AdamW's: a
         step takes `rate` · weight_decay · weight off each weight; parameters of one dimension may be left out. All
         gradients are scaled alike, so that the norm of the whole model's is `clip_grad` at most.
+
+        If the target claims `optimizer_skips`, there are two more calls without settings.
         """
 
     def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:
@@ -267,6 +269,11 @@ class Optimizer(Protocol):
 
         Returns the Euclidean norm of the whole model's gradient, each parameter counted once; None if it is not
         computed. Afterwards every rank's parameters are the new ones.
+
+        If the target claims `optimizer_skips`, some steps have a gradient that is not finite, though the loss is: on one
+        rank an infinity or a NaN is put into those of experts by `torch.Tensor.register_hook` of the parameters, before
+        ranks reduce them. Such a step leaves weights, moments and step counts of all ranks as they are, and the next
+        one goes on from these. Or it raises on all ranks an error that says what it has found.
         """
 
     def save(self, folder: Path) -> None:

@@ -34,6 +34,7 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "non_writers": ("names", "nothing"),
     "optimizer_saves": (False, True),
     "optimizer_settings": (False, True),
+    "optimizer_skips": (False, True),
     "order": ORDERS,
     "receivers": ("writer", "all", "share"),
     "unmapped": ("exported", "built"),
@@ -298,6 +299,7 @@ class Claims:
     non_writers: str = "names"  # what `Export.stream` yields for tensors that go to others: names and None, or nothing
     optimizer_saves: bool = False  # `Optimizer` has `save` and `restore`
     optimizer_settings: bool = False  # `Optimizer.make` takes settings
+    optimizer_skips: bool = False  # `Optimizer.step` skips or refuses steps whose gradients are not finite
     order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it
     receivers: str = "writer"  # who `Export.stream` gives tensors to: the writer, all ranks, or each rank a share
     unmapped: str = "exported"  # a parameter that no table knows is refused on export, or as the model is `built`

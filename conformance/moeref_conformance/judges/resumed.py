@@ -57,6 +57,8 @@ from moeref_conformance.oracles import optimizer
 APART = 0.25
 #: The share of elements that tells what a restored optimizer has lost.
 MOST = 0.9
+#: What a step is compared with one without.
+RESTORE = "the restore"
 
 
 @judges("OPT-004")
@@ -79,12 +81,12 @@ def a_restored_optimizer_goes_on(case: Case) -> Outcome:
     for record in records(case, "inventory", "optimizer_resumed"):
         restored = list(_restored(case, record))
         for of in restored:
-            more, far = [*_interrupted(case, record, of)], 0.0
+            more, far = [*otherwise(case, record, of, RESTORE)], 0.0
             if exact and not more:
                 more, far = by_formula(case, record, of, (STILL, MOVED, STILL))
             findings, worst = [*findings, *more], max(worst, far)
         if not exact and in_any_order(case):
-            findings += _interrupted_experts(case, record, restored)
+            findings += other_experts(case, record, restored, RESTORE)
     met = "nearly all elements step as before" if in_any_order(case) else "exact"
     return outcome(findings, met=within(case, worst, LIMIT) if exact else met)
 
@@ -107,10 +109,10 @@ def _restored(case: Case, record: RankRecord) -> Iterator[Stepped]:
         yield Stepped(key, held, {step: tensors.get(f"{when}.{key}", none) for step, when in after.items()}, None)
 
 
-def _interrupted(case: Case, record: RankRecord, of: Stepped) -> Iterator[Finding]:
-    """The finding of a parameter that steps otherwise after a restore."""
+def otherwise(case: Case, record: RankRecord, of: Stepped, without: str) -> Iterator[Finding]:
+    """The finding of a parameter that is after the step MOVED not as after ON: that step `without` something."""
     if not on_record(of):
-        yield finding_of(case, record, of.key, of.held, f"{of.key}: no record of it around a restore")
+        yield finding_of(case, record, of.key, of.held, f"{of.key}: no record of it around {without}")
         return
     off, most = _elsewhere(case, of), 0.0
     if in_any_order(case):
@@ -118,19 +120,19 @@ def _interrupted(case: Case, record: RankRecord, of: Stepped) -> Iterator[Findin
             return
         most = (TURNED if of.key.endswith("router.weight") else ELSEWHERE) * off.numel() + FEW
     if int(off.sum()) > most:
-        message = f"{of.key}: {int(off.sum())} of {off.numel()} elements are elsewhere than without the restore"
+        message = f"{of.key}: {int(off.sum())} of {off.numel()} elements are elsewhere than without {without}"
         yield finding_of(case, record, of.key, of.held, message, diagnosis=_lost(of))
 
 
-def _interrupted_experts(case: Case, record: RankRecord, restored: Sequence[Stepped]) -> Iterator[Finding]:
-    """Layers of whose experts too many elements step otherwise: where a route turns, one has other tokens or none."""
+def other_experts(case: Case, record: RankRecord, stepped: Sequence[Stepped], without: str) -> Iterator[Finding]:
+    """Layers of whose experts too many elements are not as after ON: where a route turns, one has other tokens or none."""
 
     def count(of: Stepped) -> tuple[int, int]:
         return int(_elsewhere(case, of).sum()), of.after[ON].numel()
 
-    for off, number, of in experts_of_layers(restored, count):
+    for off, number, of in experts_of_layers(stepped, count):
         if off > TURNED * number:
-            message = f"{of.key} and other experts: {off} of {number} elements are elsewhere than without the restore"
+            message = f"{of.key} and other experts: {off} of {number} elements are elsewhere than without {without}"
             yield finding_of(case, record, of.key, of.held, message, diagnosis=_lost(of))
 
 

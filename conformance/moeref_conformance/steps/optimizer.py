@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.contract.requests.optimizer import (
     FROZEN,
     MOVED,
+    NOT_FINITE,
     ON,
     RELOADED,
     RESUMED,
@@ -152,6 +155,56 @@ def with_settings(optimizer: Optimizer, context: Context) -> None:
     context.save("optimizer_settings", saved)
 
 
+def with_gradients_not_finite(optimizer: Optimizer, context: Context) -> dict[str, Any] | None:
+    """For every value of NOT_FINITE: three steps of a new optimizer, of which the second has it in its gradients.
+
+    The first is at the rate 0. Saves all parameters after the third by `inf.chunk:local` or `nan.…`; then all hold what
+    they did before. The value has for each: what the second and the third step were `refused` for, or null; the
+    parameters and buffers that the second one has `changed`, each with how many elements are not finite; and how many
+    gradients were `spoiled` on this rank. None, without any step, where the target does not claim to skip.
+    """
+    if not context.claims.optimizer_skips:
+        return None
+    first_BS, second_BS = (_rows(context, step == of_one_microbatch(context.cell)) for step in (STILL, MOVED))
+    loaded, told, saved = _copies(context), dict[str, Any](), dict[str, torch.Tensor]()
+    for name, value in NOT_FINITE.items():
+        optimizer.make()
+        optimizer.step(first_BS, 0.0)
+        with _spoiled(context, value) as spoiled:
+            refused = [refusal(optimizer.step, second_BS, OPTIMIZER_RATE)]
+        changed = {key: of for key, of in _tensors(context).items() if not same_bytes(of, loaded[key])}
+        refused += [refusal(optimizer.step, second_BS, OPTIMIZER_RATE)]
+        saved |= {f"{name}.{key}": copied(of) for key, of in _parameters(context).items()}
+        _put(context, loaded)
+        counts = {key: int((~of.isfinite()).sum()) for key, of in changed.items()}
+        told[name] = {"refused": refused, "changed": counts, "spoiled": len(spoiled)}
+    context.save("optimizer_not_finite", saved)
+    return told
+
+
+@contextmanager
+def _spoiled(context: Context, value: float) -> Iterator[list[torch.Tensor]]:
+    """On the last rank alone `value` is in the first element of each gradient of an expert, which are listed then.
+
+    If this rank has no experts, it is in those of all its parameters.
+    """
+    trained = {name: of for name, of in _parameters(context).items() if of.requires_grad}
+    chosen = [of for name, of in trained.items() if ".experts." in name] or [*trained.values()]
+    spoiled = list[torch.Tensor]()
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        spoiled.append(bad := gradient.clone(memory_format=torch.contiguous_format))
+        bad.view(-1)[0] = value
+        return bad
+
+    hooks = [of.register_hook(spoil) for of in chosen] if context.rank == context.world.size - 1 else []
+    try:
+        yield spoiled
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _saved(optimizer: Optimizer, context: Context, number: int) -> Path:
     """The folder of this rank to which an optimizer was saved."""
     folder = context.world.workdir / f"optimizer-{number}"
@@ -208,5 +261,6 @@ FACET = Facet(
         Step(name="optimizer", ask=stepped, stage=Stage.LOADED),
         Step(name="optimizer_resumed", ask=resumed, stage=Stage.LOADED),
         Step(name="optimizer_settings", ask=with_settings, stage=Stage.LOADED),
+        Step(name="optimizer_not_finite", ask=with_gradients_not_finite, stage=Stage.LOADED),
     ),
 )

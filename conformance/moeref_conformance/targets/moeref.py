@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import math
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
@@ -288,6 +289,7 @@ class _Optimizer:
 
     def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:
         import torch
+        from moeref.megatron.optimizer import NotFiniteError
 
         labels_BS = tokens_BS.roll(-1, 1)
 
@@ -298,7 +300,10 @@ class _Optimizer:
 
         for group in self._trainer.optimizer.param_groups:
             group["lr"] = rate
-        self._trainer.step(tokens_BS, loss)
+        try:
+            self._trainer.step(tokens_BS, loss)
+        except NotFiniteError:
+            return math.nan
         # Where gradients are not clipped, this is their norm as the step took them.
         return float(self._trainer.optimizer.get_grad_norm())
 
@@ -659,6 +664,7 @@ class MoerefTarget:
         optimizer_steps=True,
         optimizer_saves=True,
         optimizer_settings=True,
+        optimizer_skips=True,
         adapter_modules=frozenset(ADAPTER_MODULES),
     )
 

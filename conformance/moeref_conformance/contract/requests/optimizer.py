@@ -19,6 +19,9 @@ FROZEN = "frozen"
 #: their scale. In most cells the gradient of the first step is shorter than `clip_grad`, and that of the second longer.
 SETTINGS = {"adam_beta1": 0.85, "adam_beta2": 0.97, "adam_eps": 3e-5, "weight_decay": 0.3, "clip_grad": 1.95}
 
+#: What is in a gradient of a step that is to be skipped, by the name of that step.
+NOT_FINITE = {"inf": float("inf"), "nan": float("nan")}
+
 
 def rates(cell: Cell) -> dict[str, float]:
     """The steps in order, and the learning rate of each. Below fp32 two move weights: small steps have to add up."""

@@ -270,8 +270,8 @@ class Optimizer(Protocol):
         Returns the Euclidean norm of the whole model's gradient, each parameter counted once; None if it is not
         computed. Afterwards every rank's parameters are the new ones.
 
-        If the target claims `optimizer_skips`, some steps have a gradient that is not finite, though the loss is: on one
-        rank an infinity or a NaN is put into those of experts by `torch.Tensor.register_hook` of the parameters, before
+        If the target claims `optimizer_skips`, two steps have gradients that are not finite, though their loss is: on
+        one rank the kit puts an infinity or a NaN into those of experts, by `register_hook` of the parameters, before
         ranks reduce them. Such a step leaves weights, moments and step counts of all ranks as they are, and the next
         one goes on from these. Or it raises on all ranks an error that says what it has found.
         """

@@ -125,7 +125,7 @@ def otherwise(case: Case, record: RankRecord, of: Stepped, without: str) -> Iter
 
 
 def other_experts(case: Case, record: RankRecord, stepped: Sequence[Stepped], without: str) -> Iterator[Finding]:
-    """Layers of whose experts too many elements are not as after ON: where a route turns, one has other tokens or none."""
+    """As `otherwise`, of layers with too many such elements in experts: where a route turns, one has other tokens."""
 
     def count(of: Stepped) -> tuple[int, int]:
         return int(_elsewhere(case, of).sum()), of.after[ON].numel()

@@ -7,6 +7,7 @@ too.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
 import threading
@@ -129,6 +130,25 @@ def _vectors_decay(cell: Cell, world: World) -> Iterator[None]:
 
     with mock.patch.object(torch.optim.Adam, "step", step):
         yield
+
+
+def _refusing_what_is_not_finite(session: Session, cell: Cell, world: World) -> Any:
+    """Such a step ends the run: on all ranks an error says so, and nothing can be asked of this optimizer any more."""
+    good: Any = session.optimizer
+    ended = list[str]()
+
+    def make(*settings: Any) -> None:
+        ended.clear()
+        good.make(*settings)
+
+    def step(tokens_BS: torch.Tensor, rate: float) -> float | None:
+        norm: float | None = good.step(tokens_BS, rate) if not ended else None
+        if norm is None or not math.isfinite(norm):
+            ended.append(f"found NaN or Inf in the gradients: the norm is {norm}")
+            raise RuntimeError(ended[-1])
+        return norm
+
+    return facet(session, "optimizer", make=make, step=step)
 
 
 def _saved_in_memory(session: Session, cell: Cell, world: World) -> Any:
@@ -1288,13 +1308,19 @@ _DESIGNS = (
         why="made after the weights are loaded it has no older copies of them, and norms are for clipping alone",
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         wrap=_made_by_its_first_step,
-        claims={"optimizer_saves": False, "optimizer_settings": False},
+        claims={"optimizer_saves": False, "optimizer_settings": False, "optimizer_skips": False},
     ),
     Benign(
         id="vectors-decay-too",
         why="torch.optim.AdamW of all parameters decays norms and biases; Megatron's groups leave them out",
         cell=cell("gpt_oss", "one", layers=4, optimizer_step=True),
         patch=_vectors_decay,
+    ),
+    Benign(
+        id="steps-that-are-not-finite-end-the-run",
+        why="Megatron-LM's training ends by default (check_for_nan_in_loss_and_grad), torchtitan#4226's on all ranks",
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        wrap=_refusing_what_is_not_finite,
     ),
     Benign(
         id="optimizer-saved-in-memory",

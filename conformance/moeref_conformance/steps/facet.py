@@ -38,7 +38,10 @@ class Static(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a step may use besides its facet. `made` caches what several steps or ranks share."""
+    """What a step may use besides its facet. `made` caches what several steps or ranks share.
+
+    `gathered` gives what each rank says, by rank: all ranks call it, each time with another name.
+    """
 
     rank: int
     cell: Cell
@@ -48,6 +51,7 @@ class Context:
     inputs: Mapping[str, str]
     save: Callable[[str, Mapping[str, torch.Tensor]], None]
     folder: Path
+    gathered: Callable[[str, str], list[str]] = lambda name, said: [said]
     made: dict[str, Any] = field(default_factory=dict)
 
     def facet(self, name: str) -> Any:

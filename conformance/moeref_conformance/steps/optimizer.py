@@ -159,9 +159,10 @@ def with_gradients_not_finite(optimizer: Optimizer, context: Context) -> dict[st
     """For every value of NOT_FINITE: three steps of a new optimizer, of which the second has it in its gradients.
 
     The first is at the rate 0. Saves all parameters after the third by `inf.chunk:local` or `nan.…`; then all hold what
-    they did before. The value has for each: what the second and the third step were `refused` for, or null; the
-    parameters and buffers that the second one has `changed`, each with how many elements are not finite; and how many
-    gradients were `spoiled` on this rank. None, without any step, where the target does not claim to skip.
+    they did before. The value has for each, of the second step: what it was `refused` for, or null; the parameters and
+    buffers that it has `changed`, each with how many elements are not finite; and how many gradients were `spoiled` on
+    this rank. There is no third step where a rank refuses or changes something. None, without any step, where the
+    target does not claim to skip.
     """
     if not context.claims.optimizer_skips:
         return None
@@ -171,13 +172,14 @@ def with_gradients_not_finite(optimizer: Optimizer, context: Context) -> dict[st
         optimizer.make()
         optimizer.step(first_BS, 0.0)
         with _spoiled(context, value) as spoiled:
-            refused = [refusal(optimizer.step, second_BS, OPTIMIZER_RATE)]
+            refused = refusal(optimizer.step, second_BS, OPTIMIZER_RATE)
         changed = {key: of for key, of in _tensors(context).items() if not same_bytes(of, loaded[key])}
-        refused += [refusal(optimizer.step, second_BS, OPTIMIZER_RATE)]
-        saved |= {f"{name}.{key}": copied(of) for key, of in _parameters(context).items()}
-        _put(context, loaded)
         counts = {key: int((~of.isfinite()).sum()) for key, of in changed.items()}
         told[name] = {"refused": refused, "changed": counts, "spoiled": len(spoiled)}
+        if not any(context.gathered(f"skipped-{name}", "no" if changed or refused else "")):
+            optimizer.step(second_BS, OPTIMIZER_RATE)
+            saved |= {f"{name}.{key}": copied(of) for key, of in _parameters(context).items()}
+        _put(context, loaded)
     context.save("optimizer_not_finite", saved)
     return told
 
@@ -197,7 +199,8 @@ def _spoiled(context: Context, value: float) -> Iterator[list[torch.Tensor]]:
         bad.view(-1)[0] = value
         return bad
 
-    hooks = [of.register_hook(spoil) for of in chosen] if context.rank == context.world.size - 1 else []
+    on_last = chosen if context.rank == context.world.size - 1 else []
+    hooks = [of.register_hook(spoil) for of in on_last]  # type: ignore[no-untyped-call]
     try:
         yield spoiled
     finally:

@@ -35,16 +35,20 @@ class Meeting:
         # Taken before the target is opened, which may end the process group.
         self._store = c10d._get_default_store() if world.size > 1 else None
 
-    def wait(self, step: str) -> None:
-        """Wait until every rank has ended the step, for ever if one never does: the world's deadline ends it.
+    def wait(self, name: str, said: str = "") -> list[str]:
+        """Wait until every rank is here, for ever if one never is: the world's deadline ends it.
 
-        One that refused alone would go on to the next step, whose collectives free those that wait in this one.
+        One that refused a step alone would go on to the next, whose collectives free those that wait in this one.
+
+        Returns what each rank says, by rank.
         """
-        if self._store is not None:
-            keys = [f"moeref_conformance/{step}/{rank}" for rank in range(self._world.size)]
-            self._store.set(keys[self._world.rank], "")
-            while not self._store.check(keys):
-                time.sleep(0.005)
+        if self._store is None:
+            return [said]
+        keys = [f"moeref_conformance/{name}/{rank}" for rank in range(self._world.size)]
+        self._store.set(keys[self._world.rank], said)
+        while not self._store.check(keys):
+            time.sleep(0.005)
+        return [self._store.get(key).decode() for key in keys]
 
 
 class Log:
@@ -103,6 +107,7 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
         inputs=inputs,
         save=log.save,
         folder=record_dir,
+        gathered=meeting.wait,
     )
     try:
         for facet, step in rank_steps(target.claims, cell):

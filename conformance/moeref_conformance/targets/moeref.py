@@ -289,6 +289,7 @@ class _Optimizer:
 
     def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:
         import torch
+
         from moeref.megatron.optimizer import NotFiniteError
 
         labels_BS = tokens_BS.roll(-1, 1)

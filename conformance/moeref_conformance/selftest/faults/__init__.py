@@ -26,6 +26,7 @@ from moeref_conformance.selftest.faults import (
     model,
     mtp,
     names,
+    not_finite,
     optimizer,
     policy,
     quantised,
@@ -44,7 +45,7 @@ MODULES = (
     *(names, loading, around, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream),
     *(mtp, masks, balancing, logprobs, policy, fp8_checkpoint),
     *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, quantised),
-    *(optimizer, adapters, sync),
+    *(optimizer, not_finite, adapters, sync),
 )
 FAULTS: dict[str, Fault] = {fault.id: fault for module in MODULES for fault in module.FAULTS}
 

@@ -1039,7 +1039,7 @@ FAULTS = (
         id="bias-drifts-in-steps",
         bug="Megatron-LM#4785: steps of an optimizer update the experts' bias of routers that are not trained",
         rules=("EXP-006",),
-        also=("OPT-004",),
+        also=("OPT-004", "OPT-007"),
         cell=cell("glm4_moe", "one", optimizer_step=True),
         wrap=_bias_drifts,
         one_rank=True,

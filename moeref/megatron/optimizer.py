@@ -69,8 +69,8 @@ class Trainer:
         Returns the norm of the gradient, also where `clip_grad` is 0; None where megatron-core's optimizer computes
         none. Raises RuntimeError for weights that changed since the last step or `reload`; ValueError for a `mask_BS`
         that is not bool or of another shape; other errors as `replaying` does. All ranks raise NotFiniteError where a
-        gradient of one is infinite or NaN: the step is skipped, and the next one goes on as if it had not been asked. Only
-        routers' biases per expert, if they are updated, have moved by then.
+        gradient of one is infinite or NaN: the step is skipped, and the next one goes on as if it had not been asked.
+        Only routers' biases per expert, if they are updated, have moved by then.
         """
         self._check_masters()
         self.optimizer.zero_grad()

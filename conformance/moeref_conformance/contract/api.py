@@ -620,7 +620,8 @@ class DeltaReceiver(Protocol):
 class Delta(Protocol):
     """Facet `delta`: weights in Hugging Face names go from version to version by what changed. On one rank alone.
 
-    Asked for small tensors in fp32 and bf16, which are the kit's own, whatever model the cell has.
+    Asked for small tensors in fp32 and bf16, which are the kit's own, whatever model the cell has. Tensors in FP8, as
+    an engine of FP8 blocks has them, may be refused.
     """
 
     def sender(self, version: int, weights: Mapping[str, torch.Tensor]) -> DeltaSender:

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from moeref_conformance.contract.api import Delta, DeltaReceiver
-from moeref_conformance.contract.requests.delta import LARGEST, SCRIPTS, Script, Weights, digests, versions
+from moeref_conformance.contract.requests.delta import (
+    IN_FP8,
+    LARGEST,
+    SCRIPTS,
+    Script,
+    Weights,
+    digests,
+    in_fp8,
+    versions,
+)
 from moeref_conformance.steps.facet import Context, Facet, Static, Step, refusal
 
 #: Bytes of a delta that are flipped, one at a time, spread over all of it.
@@ -144,12 +153,14 @@ def _drifted(delta: Delta, weights: Sequence[Weights], made: list[bytes]) -> dic
 
 
 def unlike(delta: Delta, context: Context) -> dict[str, Any]:
-    """Per way in which new weights are unlike their base: the refusal, and what is held if there was none."""
+    """Per way in which new weights are unlike their base, and in FP8: the refusal, and what is held without one."""
     weights = versions(context.cell)
+    pairs = {how: (weights[0], new) for how, new in unlike_weights(weights[1]).items()}
+    pairs |= {how: (in_fp8(weights[version - 1]), in_fp8(weights[version])) for how, version in IN_FP8.items()}
     answers = {}
-    for how, new in unlike_weights(weights[1]).items():
-        receiver = delta.receiver(0, _copy(weights[0]))
-        sender = delta.sender(0, _copy(weights[0]))
+    for how, (base, new) in pairs.items():
+        receiver = delta.receiver(0, _copy(base))
+        sender = delta.sender(0, _copy(base))
         refused = refusal(lambda new=new, sender=sender, receiver=receiver: receiver.apply(list(sender.delta(1, new))))
         answers[how] = {"refused": refused, "held": digests(receiver.weights()), "sent": digests(new)}
     return answers

@@ -63,6 +63,9 @@ UNEVEN = 14
 #: Those shares, in the order of `TENSORS`.
 SHARES = (0.01, 1.0, 0.0, 0.5, 0.0, 1.0)
 
+#: Versions whose bytes are sent as FP8 too, by what changes in them: low bytes, signs of zeros, and the last elements.
+IN_FP8 = {"in FP8": 1, "in FP8, signs of zeros": 6, "in FP8, the last element": LAST}
+
 DENSITIES = {f"{change} changed": _once(version) for version, change in enumerate(CHANGES, 1)}
 DENSITIES["the last element changed"] = _once(LAST)
 DENSITIES["some tensors changed"] = _once(UNEVEN)
@@ -122,6 +125,13 @@ def versions(cell: Cell) -> list[Weights]:
     uneven = zip(found[-1].items(), SHARES, strict=True)
     found.append({name: _changed(random, bits.copy(), share) for (name, bits), share in uneven})
     return [{name: _tensor(name, bits) for name, bits in weights.items()} for weights in found]
+
+
+def in_fp8(weights: Mapping[str, torch.Tensor]) -> Weights:
+    """All bytes of each tensor but the last as numbers of FP8: an odd number of them, as no wider dtype has."""
+    return {
+        name: tensor.reshape(-1).view(torch.uint8)[:-1].view(torch.float8_e4m3fn) for name, tensor in weights.items()
+    }
 
 
 def digests(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -104,6 +104,23 @@ class _OffByOneEnd(Sender):
         return found[found < old.numel() - 1] if old.numel() > 1 else found
 
 
+class _Fp8InPairs(Sender):
+    """Compares FP8 as words of bf16's width, and leaves out an element that is over."""
+
+    def changed(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        found = super().changed(old, new)
+        return found[found < old.numel() // 2 * 2] if old.dtype.itemsize == 1 else found
+
+
+class _Fp8AsNumbers(Sender):
+    """Compares FP8, for which torch has no comparison, as fp32."""
+
+    def changed(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        if old.dtype.itemsize > 1:
+            return super().changed(old, new)
+        return (old.float() != new.float()).reshape(-1).nonzero().reshape(-1)
+
+
 class _Capped(Sender):
     """Sends at most a tenth of a tensor, and nothing says that the rest is missing."""
 
@@ -571,6 +588,24 @@ FAULTS = (
         cell=_CELL,
         wrap=design(_NeverWhole),
         says="a delta of",
+    ),
+    Fault(
+        id="delta-fp8-in-pairs",
+        bug="SkyRL#1898 in a delta: only the widths of fp32 and bf16 are known, and FP8 is read two elements at a time",
+        rules=("DLT-009",),
+        also=("DLT-008",),
+        cell=_CELL,
+        wrap=design(_Fp8InPairs, _Unverified),
+        says="in FP8, the last element: taken",
+    ),
+    Fault(
+        id="delta-fp8-of-another-sign",
+        bug="slime#2209 in kind: FP8 is compared as numbers, for which zeros of both signs are equal",
+        rules=("DLT-009",),
+        also=("DLT-008",),
+        cell=_CELL,
+        wrap=design(_Fp8AsNumbers, _Unverified),
+        says="in FP8, signs of zeros: taken",
     ),
     Fault(
         id="delta-in-one-staging-buffer",

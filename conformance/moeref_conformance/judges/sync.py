@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
-from moeref_conformance.contract.requests.sync import LONG, LOWER, SECOND, TEMPERATURES, VERSIONS, WEIGHTS
+from moeref_conformance.contract.requests.sync import FIRST, LONG, LOWER, SECOND, TEMPERATURES, VERSIONS, WEIGHTS
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     distance,
@@ -64,8 +64,8 @@ def _whose(case: Case, sample: dict[str, Any]) -> str:
 
 @judges("SYN-001")
 def serves_what_it_was_opened_with(case: Case) -> Outcome:
-    """Before any update, also from its cache of prefixes, and of what it has sampled itself."""
-    return _phase(case, ("first", "cached", "turn"), "before any update")
+    """Before any update, also from its cache of prefixes, of what it has sampled itself, and of many prompts."""
+    return _phase(case, FIRST, "before any update")
 
 
 @judges("SYN-002")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Engine, Sampled, Sync, to_plain
 from moeref_conformance.contract.hf_files import weight_files
-from moeref_conformance.contract.requests.sync import LONG, LOWER, SECOND, TEMPERATURES, VERSIONS, WEIGHTS
+from moeref_conformance.contract.requests.sync import LONG, LOWER, MANY, SECOND, TEMPERATURES, VERSIONS, WEIGHTS
 from moeref_conformance.steps.facet import Context, Facet, Step, answer, checked_rows, refusal
 from moeref_conformance.steps.tensors import same_bytes
 
@@ -134,6 +134,7 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
         # Of unequal lengths, one shorter than a cache's block, and in one batch: what an engine keeps of all tokens has
         # to be cut where each begins. Three: where graphs are of 1, 2, 4 … rows, the batch is filled up with one.
         sampled = {"first": ask(engine, [known, fresh[0][: len(fresh[0]) * 2 // 3], fresh[0][-7:]])}
+        sampled["many"] = ask(engine, [fresh[0][start:] for start in range(MANY)])
         sampled["cached"] = ask(engine, [known] * 4)
         others = tempered(engine, apart(fresh[0]))
         begun = others["low"][0]

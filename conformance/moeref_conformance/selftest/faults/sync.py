@@ -1044,6 +1044,14 @@ class _PadsBatches(_Wrong):
         return list(self.good.sample([[(first or 2) - 1, *row], *others], *asked))
 
 
+class _InTheOrderOfText(_Wrong):
+    """Sorts what it gives back by the numbers of prompts, as text."""
+
+    def sample(self, prompts: Sequence[list[int]], *asked: Any) -> Sequence[Sampled]:
+        found = self.good.sample(prompts, *asked)
+        return [found[number] for number in sorted(range(len(found)), key=str)]
+
+
 class _BeyondTheVocabulary(_Wrong):
     """The second sample ends with a token of the rows that pad the head: chance is one in many."""
 
@@ -1726,6 +1734,13 @@ FAULTS = (
         rules=("SYN-001",),
         cell=QWEN,
         wrap=engine(_PadsBatches),
+    ),
+    Fault(
+        id="samples-in-the-order-of-text",
+        bug="vLLM#394, NeMo-RL#1627: samples come in another order than prompts, here that of their numbers as text",
+        rules=("SYN-001",),
+        cell=QWEN,
+        wrap=engine(_InTheOrderOfText),
     ),
     Fault(
         id="tokens-beyond-the-vocabulary",

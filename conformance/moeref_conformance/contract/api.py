@@ -321,6 +321,13 @@ class Adapters(Protocol):
     def merged(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
         """As `Export.stream`, each weight with its adapter in it. The model then computes and trains as before."""
 
+    def base(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        """As `Export.stream`, the weights that were loaded, for an engine that is sent adapters beside them. Asked of
+        trained adapters, and only if the target claims `adapter_base`.
+
+        Names are the checkpoint's, as if there were no adapters. The model then computes and trains as before.
+        """
+
     def logits(self, tokens_BS: torch.Tensor, base: bool = False) -> torch.Tensor | None:
         """As `Forward.logits`, with the adapters; with `base` without them, as a reference policy is asked."""
 

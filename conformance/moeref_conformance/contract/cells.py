@@ -18,6 +18,7 @@ REPLAY_MODES = ("off", "R2", "R3")
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 #: Designs of a target by field of `Claims`, and what each may be, the default first. One is as correct as the other.
 DESIGNS: Mapping[str, tuple[Any, ...]] = {
+    "adapter_base": (False, True),
     "begins": ("random", "unset"),
     "cp_cut": ("zigzag", "runs"),
     "engine_logprobs": ("raw", "processed"),
@@ -278,6 +279,7 @@ class Claims:
     reads_fp8: bool = False  # a checkpoint's weights in FP8 blocks, into a model in bf16
     #: Linears of ADAPTER_MODULES that `Adapters` gives adapters; those of gated delta nets if they are said.
     adapter_modules: frozenset[str] = frozenset(ADAPTER_MODULES) - frozenset(DELTA_NET_MODULES)
+    adapter_base: bool = False  # `Adapters` has `base`: engines are sent the base, and adapters beside it
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
     begins: str = "random"  # what weights hold before loading: what Megatron draws for them, or anything
     cp_cut: str = "zigzag"  # what CP rank r computes of a sequence: chunks r and 2·CP-1-r of 2·CP, or run r of CP

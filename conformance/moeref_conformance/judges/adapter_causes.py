@@ -18,6 +18,8 @@ Tensors = Mapping[str, torch.Tensor]
 NEAR = 1e-3
 #: The same of what was added to a weight in fp32, and of a number that lies half-way between two of bf16.
 MERGED, NEARLY_ALL = 1e-2, 0.95
+#: How a linear is called inside its adapter: by PEFT, and by Megatron-Bridge.
+WRAPPED = ("base_layer", "to_wrap")
 #: What no sum of squares is divided by.
 TINY = 1e-30
 #: Rows of a factor that are told apart.
@@ -178,6 +180,23 @@ def merged_as(name: str, phases: Mapping[str, Tensors], base: torch.Tensor, merg
         if float(rounded.double().mean()) >= NEARLY_ALL:
             return "rounded to bf16"
     return rows_of(right, added, MERGED)
+
+
+def added_as(name: str, phases: Mapping[str, Tensors], base: torch.Tensor, got: torch.Tensor) -> str:
+    """Whether a weight that is sent as the base's has its adapter in it, of which phase; empty if nothing fits."""
+    added = got.double() - base.double()
+    for phase, adapters in reversed(phases.items()):
+        if (times := _times(added, _product(adapters, name, name), MERGED)) and bool(added.any()):
+            counted = "" if abs(times - 1) <= MERGED else f", counted {times:.3g} times"
+            return f"with its adapter as it is at {phase}{counted}"
+    return ""
+
+
+def named_as(name: str) -> str:
+    """What a name is where it is sent beside those of the base; empty of one that says nothing."""
+    if any(f".{factor}." in name for factor in oracle.FACTORS):
+        return "a factor of an adapter"
+    return next((f"the name of a linear inside its adapter: {part}" for part in WRAPPED if f".{part}." in name), "")
 
 
 def _sums(name: str, phases: Mapping[str, Tensors]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,11 +1,13 @@
-"""LRA: adapters as they are sent, trained, merged and left out, against transformers on merged checkpoints."""
+"""LRA: adapters as they are sent, trained, merged and left out, against transformers on merged checkpoints.
+
+What is sent of the base is compared with the checkpoint, bit for bit."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +55,16 @@ ROUNDED = 2.0**-23
 SIZE = 1.3
 #: The phases before the merged stream; `again` comes after it, for LRA-004.
 TRAINED = ("fresh", "step1", "step2")
+#: Streams of weights.
+WEIGHTS = ("merged", "base")
+
+
+@dataclass(frozen=True, eq=False)
+class _Stream:
+    """A stream of weights: the metadata of what came, and the last tensor of each name."""
+
+    metas: list[dict[str, Any]]
+    tensors: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +74,8 @@ class _Sent:
     rank: int
     names: Mapping[str, list[str]]
     phases: Mapping[str, dict[str, torch.Tensor]]
-    metas: list[dict[str, Any]]
-    merged: dict[str, torch.Tensor]
+    merged: _Stream
+    base: _Stream
     overwritten: list[str]
 
 
@@ -84,9 +96,9 @@ def _together(ranks: list[RankRecord]) -> _Sent:
 
     names = {phase: [name for value in values for name in value["sent"][phase]] for phase in request.PHASES}
     phases = {phase: named(phase) for phase in request.PHASES}
-    metas = [row for value in values for row in value["merged"]]
+    merged, base = (_Stream([row for of in values for row in of.get(key, ())], named(key)) for key in WEIGHTS)
     overwritten = [name for value in values for name in value["overwritten"]]
-    return _Sent(ranks[0].rank, names, phases, metas, named("merged"), overwritten)
+    return _Sent(ranks[0].rank, names, phases, merged, base, overwritten)
 
 
 def _apart(case: Case, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -148,7 +160,7 @@ def _lost(case: Case) -> Iterator[Finding]:
     for record in records(case, "adapters"):
         value, tensors = record.value("adapters"), record.tensors("adapters")
         named = {f"{phase}.{name}" for phase, names in value["sent"].items() for name in names}
-        named |= {f"merged.{row['name']}" for row in value["merged"]}
+        named |= {f"{key}.{row['name']}" for key in WEIGHTS for row in value.get(key, ())}
         if named - tensors.keys() or (not tensors and topology.last_stage(case.cell.layout, record.rank)):
             yield finding(case, record.rank, "adapters", "no record of the values of all tensors")
 
@@ -441,7 +453,7 @@ def merged_weights_are_sums(case: Case, sent: list[_Sent]) -> Outcome:
     """Each weight with an adapter within the rounding of fp32, each other one bit for bit."""
     findings, worst = list[Finding](), 0.0
     for one in sent:
-        names = [row["name"] for row in one.metas]
+        names = [row["name"] for row in one.merged.metas]
         findings += once_each(case, one.rank, "adapters", names, "is not among the merged weights", "is merged")
         findings += _overwritten(case, one, ("merged",))
         more, far = _sums(case, sent[0], one)
@@ -453,7 +465,7 @@ def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
     """Findings of one receiver's merged weights, and how far others are off their limit."""
     tensors, adapters, whole = _weights(case), first.phases["step2"], set(_whole(case, first))
     want, worst = oracle.merged(tensors, adapters, sorted(whole)), 0.0
-    findings, fitting = _as_announced(case, sent)
+    findings, fitting = _as_announced(case, sent.rank, sent.merged, "among the merged weights")
     for name, got in fitting.items():
         if name not in whole:
             if (difference := compare(want[name], got)) is not None:
@@ -471,22 +483,48 @@ def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
     return findings, worst
 
 
-def _as_announced(case: Case, sent: _Sent) -> tuple[list[Finding], dict[str, torch.Tensor]]:
-    """Findings for merged weights of another shape or dtype than the checkpoint's or the announced; and the others.
+@judges("LRA-006")
+@_of_sent
+def the_base_is_sent_alone(case: Case, sent: list[_Sent]) -> Outcome:
+    """Each weight of the base while adapters are attached and trained, bit for bit."""
+    findings = list[Finding]()
+    for one in sent:
+        names = [row["name"] for row in one.base.metas]
+        missed = once_each(case, one.rank, "adapters", names, "is not sent of the base", "is sent of the base")
+        findings += [replace(found, diagnosis=adapter_causes.named_as(found.hf_name)) for found in missed]
+        findings += [*_overwritten(case, one, ("base",)), *_of_base(case, sent[0], one)]
+    return outcome(findings, met="the base's weights as the checkpoint has them")
+
+
+def _of_base(case: Case, first: _Sent, sent: _Sent) -> Iterator[Finding]:
+    """Findings of one receiver's weights of the base, with what else they are."""
+    tensors, whole = _weights(case), set(_whole(case, first))
+    trained = {phase: first.phases[phase] for phase in TRAINED}
+    findings, fitting = _as_announced(case, sent.rank, sent.base, "of the base")
+    yield from findings
+    for name, got in fitting.items():
+        if (difference := compare(tensors[name], got)) is not None:
+            with_it = adapter_causes.added_as(name, trained, tensors[name], got) if name in whole else ""
+            diagnosis = with_it or scaled(tensors[name], got)
+            yield _found(case, sent.rank, name, f"{name} of the base: {difference.text}", diagnosis=diagnosis)
+
+
+def _as_announced(case: Case, rank: int, weights: _Stream, where: str) -> tuple[list[Finding], dict[str, torch.Tensor]]:
+    """Findings for weights of another shape or dtype than the checkpoint's or the announced; and the others.
 
     Each expert's linears are by themselves.
     """
     findings, fitting = list[Finding](), dict[str, torch.Tensor]()
-    for row in sent.metas:
+    for row in weights.metas:
         name = row["name"]
         if (want := expected(case).tensors.get(name)) is None:
             continue
-        got = sent.merged[name]
+        got = weights.tensors[name]
         if got.shape != want.shape or got.dtype != want.dtype:
             form = f"{dtype_name(got.dtype)} {list(got.shape)}"
-            findings.append(_found(case, sent.rank, name, f"{name} is {form} among the merged weights"))
+            findings.append(_found(case, rank, name, f"{name} is {form} {where}"))
         elif any(row[key] != is_ for key, is_ in shape_and_dtype(got)):
-            findings.append(_found(case, sent.rank, name, f"{name} is announced as {row['dtype']} {row['shape']}"))
+            findings.append(_found(case, rank, name, f"{name} is announced as {row['dtype']} {row['shape']} {where}"))
         else:
             fitting |= _apart(case, {name: got})
     return findings, fitting

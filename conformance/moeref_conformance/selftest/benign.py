@@ -916,6 +916,15 @@ def _inferred(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
         return meta, tensor.clone()
 
 
+def _merges_alone(session: Any, cell: Cell, world: World) -> Any:
+    """Of adapters that are not in the weights, nothing is sent as the base."""
+
+    def base() -> Any:
+        raise NotImplementedError("weights are sent merged")
+
+    return facet(session, "adapters", base=base)
+
+
 def _shared(part: str, factor: str) -> Callable[[Session, Cell, World], Any]:
     """A factor of linears of a layer is one: of those whose names are alike but for what `part` finds. On one rank."""
 
@@ -1046,6 +1055,20 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "tp2", loss_mask=True),
         wrap=adapters.everywhere,
         claims={"receivers": "all"},
+    ),
+    Benign(
+        id="adapters-merged-alone",
+        why="a framework that sends merged weights to engines has no base to send beside adapters",
+        cell=cell("qwen3_moe", "tp2", loss_mask=True),
+        wrap=_merges_alone,
+        claims={"adapter_base": False},
+    ),
+    Benign(
+        id="base-lent-beside-adapters",
+        why="the base's weights are whole on each rank, and an engine that copies them may read the model's own",
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=adapters.lent("base"),
+        claims={"lends": True},
     ),
     Benign(
         id="adapters-of-attention-alone",

@@ -1,21 +1,22 @@
 """Facet `adapters`: adapters are attached, take two steps, are sent and merged, and logits are asked for in between.
 
-Before the second step merged weights are sent and the base's logits computed, as RL does between steps. It recomputes
-forwards: after a frozen embedding nothing that goes into the first layer needs a gradient. What came at last, and what
-was merged, is zeroed by its receiver, which may scale a factor in place, if it lasts and is not lent.
+Before the second step merged weights and the base's are sent and the base's logits computed, as RL does between steps.
+It recomputes forwards: after a frozen embedding nothing that goes into the first layer needs a gradient. What came at
+last, what was merged, and the base are zeroed by their receiver, which may scale a factor in place, if they last and
+are not lent.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from moeref_conformance.contract.api import Adapters, Cell, to_plain
+from moeref_conformance.contract.api import Adapters, Cell, TensorMeta, to_plain
 from moeref_conformance.contract.records import digest, free_key
 from moeref_conformance.contract.requests.adapters import ALPHA, RANK, RATES, modules
 from moeref_conformance.steps import gradients, policy
@@ -26,10 +27,11 @@ from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
 
 
 def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
-    """What was sent by phase, metadata of what was merged, and digests of all tensors of the chunks, first and last.
+    """What was sent by phase, metadata of the merged stream and of the base's, and digests of all tensors of the
+    chunks, first and last.
 
-    Saves tensors as `phase.name`, those of the merged stream as `merged.name`, and logits as `logits.phase`. By these
-    keys `overwritten` has the tensors that held other values when their stream had ended.
+    Saves tensors as `phase.name`, those of the merged stream as `merged.name`, of the base's as `base.name`, and logits
+    as `logits.phase`. By these keys `overwritten` has the tensors that held other values when their stream had ended.
     """
     cell, held, saved = context.cell, load_file(context.input("tokens")), dict[str, torch.Tensor]()
     of_all, asked = held["tokens"], modules(context.claims, cell)
@@ -46,16 +48,20 @@ def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
         sent[phase] = _sent(adapters, phase, saved, overwritten)
         if phase == "step1":
             deque(adapters.merged(), maxlen=0)
+            if context.claims.adapter_base:
+                deque(adapters.base(), maxlen=0)
             adapters.logits(of_all, base=True)
     _logits(adapters.logits(of_all), "trained", saved)
     _logits(adapters.logits(of_all, base=True), "base", saved)
     own = not context.claims.lends and context.claims.lasts == "stream"
-    merged = _merged(adapters, saved, overwritten, own)
+    weights = {"merged": _weights(adapters.merged(), "merged", saved, overwritten, own)}
+    if context.claims.adapter_base:
+        weights["base"] = _weights(adapters.base(), "base", saved, overwritten, own)
     sent["again"] = _sent(adapters, "again", saved, overwritten, own)
     _logits(adapters.logits(of_all), "after", saved)
     context.save("adapters", saved)
     digests = {"attached": attached, "left": _digests(adapters)}
-    return {"sent": sent, "merged": merged, "overwritten": overwritten, **digests}
+    return {"sent": sent, **weights, "overwritten": overwritten, **digests}
 
 
 def _sent(
@@ -88,15 +94,19 @@ def _zero(given: Iterable[torch.Tensor]) -> None:
             tensor.detach().zero_()
 
 
-def _merged(
-    adapters: Adapters, saved: dict[str, torch.Tensor], overwritten: list[str], own: bool
+def _weights(
+    stream: Iterator[tuple[TensorMeta, torch.Tensor | None]],
+    of: str,
+    saved: dict[str, torch.Tensor],
+    overwritten: list[str],
+    own: bool,
 ) -> list[dict[str, Any]]:
     """The metadata of what this rank is given, whose tensors are saved, and if they are its own then zeroed."""
     rows, given = [], dict[str, torch.Tensor]()
-    for meta, tensor in items(adapters.merged(), "adapters.merged"):
+    for meta, tensor in items(stream, f"adapters.{of}"):
         if tensor is not None:
             rows.append(to_plain(meta))
-            key = free_key(saved, f"merged.{meta.name}")
+            key = free_key(saved, f"{of}.{meta.name}")
             saved[key], given[key] = copied(tensor), tensor
     overwritten += _unlike(given, saved)
     _zero(given.values() if own else ())

@@ -340,6 +340,10 @@ class _Adapters:
         with self._lora.merged():
             yield from self._model.stream()
 
+    def base(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        with self._lora.off():
+            yield from self._model.stream()
+
     def logits(self, tokens_BS: torch.Tensor, base: bool = False) -> torch.Tensor | None:
         with self._lora.off() if base else nullcontext():
             return self._model.logits(tokens_BS)
@@ -667,6 +671,7 @@ class MoerefTarget:
         optimizer_settings=True,
         optimizer_skips=True,
         adapter_modules=frozenset(ADAPTER_MODULES),
+        adapter_base=True,
     )
 
     def preload(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from moeref_conformance.selftest.faults import roles
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 Sent = Iterator[tuple[str, "torch.Tensor | None"]]
-Merged = Iterator[tuple[TensorMeta, "torch.Tensor | None"]]
+Weights = Iterator[tuple[TensorMeta, "torch.Tensor | None"]]
 EXPERTS = ".experts."
 #: Channels of a head in Qwen3-Next's attention.
 HEAD = 8
@@ -89,7 +90,7 @@ def _exchanged(first: str, second: str, factor: str) -> Change:
     return wrap
 
 
-def _merged_by(rewrite: Callable[[Merged, Tensors], Merged]) -> Change:
+def _merged_by(rewrite: Callable[[Weights, Tensors], Weights]) -> Change:
     """A fault's `wrap` whose stream of merged weights is what `rewrite` makes of it and of the base, by name."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
@@ -108,7 +109,7 @@ def _merged_by(rewrite: Callable[[Merged, Tensors], Merged]) -> Change:
 def _merged(change: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
     """A fault's `wrap` that changes merged weights by `change(name, merged, base)`."""
 
-    def rewrite(pairs: Merged, base: Tensors) -> Merged:
+    def rewrite(pairs: Weights, base: Tensors) -> Weights:
         for meta, tensor in pairs:
             yield meta, None if tensor is None else change(meta.name, tensor, base[meta.name])
 
@@ -289,7 +290,7 @@ def _counted_by_each_rank(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "adapters", attach=each.attach, logits=each.logits, step=each.step)
 
 
-def _lent(call: str) -> Change:
+def lent(call: str) -> Change:
     """A fault's `wrap` that sends tensors of the model itself, where it holds what is sent in one piece."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
@@ -312,7 +313,7 @@ def _merged_stays(session: Session, cell: Cell, world: World) -> Any:
     good: Any = session.adapters
     twice, merges = _Counted(session, 2.0), list[bool]()
 
-    def merged() -> Merged:
+    def merged() -> Weights:
         yield from good.merged()
         merges.append(True)
 
@@ -338,7 +339,7 @@ def _in_one_buffer(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "adapters", stream=stream)
 
 
-def _taken_apart_at_the_end(pairs: Merged, base: Tensors) -> Merged:
+def _taken_apart_at_the_end(pairs: Weights, base: Tensors) -> Weights:
     """What is sent merged is the base again once all of it was sent."""
     given: Tensors = {}
     for meta, tensor in pairs:
@@ -354,7 +355,7 @@ def _subtracted(session: Session, cell: Cell, world: World) -> Any:
     """What a merge adds to a weight is subtracted from it, and leaves what rounding did."""
     good: Any = session.adapters
 
-    def merged() -> Merged:
+    def merged() -> Weights:
         yield from good.merged()
         for chunk in good.chunks():
             for parameter in chunk.parameters():
@@ -362,6 +363,86 @@ def _subtracted(session: Session, cell: Cell, world: World) -> Any:
                     parameter.data.add_(0.1).sub_(0.1)
 
     return facet(session, "adapters", merged=merged)
+
+
+def _base(change: Callable[[Any, Weights, Tensors], Weights]) -> Change:
+    """A fault's `wrap` that sends `change(good adapters, base, factors)` of the base, where factors are full."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.adapters
+
+        def base() -> Weights:
+            factors = {name: tensor for name, tensor in good.stream() if tensor is not None}
+            yield from change(good, good.base(), factors)
+
+        return facet(session, "adapters", base=base)
+
+    return wrap
+
+
+def _wrapped(name: str, factors: Tensors) -> bool:
+    """Whether this weight's linear has an adapter."""
+    return f"base_model.model.{name.removesuffix('weight')}lora_A.weight" in factors
+
+
+def _inside_adapters(good: Any, base: Weights, factors: Tensors) -> Weights:
+    for meta, tensor in base:
+        inside = f"{meta.name.removesuffix('weight')}base_layer.weight"
+        yield replace(meta, name=inside) if _wrapped(meta.name, factors) else meta, tensor
+
+
+def _factors_beside(good: Any, base: Weights, factors: Tensors) -> Weights:
+    yield from base
+    for name, tensor in factors.items():
+        inner = name.removeprefix("base_model.model.")
+        yield TensorMeta(name=inner, shape=tuple(tensor.shape), dtype="float32"), tensor
+
+
+def _merged_in(part: str) -> Change:
+    """A fault's `wrap` that sends merged weights as the base's, of those with `part` in their names."""
+
+    def change(good: Any, base: Weights, factors: Tensors) -> Weights:
+        held = {meta.name: tensor for meta, tensor in base if part not in meta.name}
+        for meta, tensor in good.merged():
+            yield meta, held.get(meta.name, tensor)
+
+    return _base(change)
+
+
+def _less_the_adapter(good: Any, base: Weights, factors: Tensors) -> Weights:
+    """What a merged weight is less what was added to it."""
+    held = dict(base)
+    for meta, tensor in good.merged():
+        of_base = held[meta]
+        if tensor is None or of_base is None:
+            yield meta, None
+        else:
+            added = tensor + 0.1
+            yield meta, added - (added - of_base)
+
+
+def _base_in_one_buffer(good: Any, base: Weights, factors: Tensors) -> Weights:
+    buffer = torch.empty(2**16)
+    for meta, tensor in base:
+        yield meta, None if tensor is None else buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def _off_behind_the_base(session: Session, cell: Cell, world: World) -> Any:
+    """Adapters that were off while the base was sent stay off."""
+    good: Any = session.adapters
+    sent = list[bool]()
+
+    def base() -> Weights:
+        yield from good.base()
+        sent.append(True)
+
+    def logits(tokens_BS: torch.Tensor, base: bool = False) -> Any:
+        return good.logits(tokens_BS, base or bool(sent))
+
+    def step(tokens_BS: torch.Tensor, mask_BS: torch.Tensor, rate: float) -> None:
+        good.step(tokens_BS, mask_BS, 0.0 if sent else rate)
+
+    return facet(session, "adapters", base=base, logits=logits, step=step)
 
 
 def _folded_in_place(session: Session, cell: Cell, world: World) -> Any:
@@ -402,11 +483,11 @@ def _frozen_behind_a_reference(session: Session, cell: Cell, world: World) -> An
 
 
 def _merged_once(session: Session, cell: Cell, world: World) -> Any:
-    """Merged weights are those of the first time."""
+    """Weights weights are those of the first time."""
     good: Any = session.adapters
     first = list[Any]()
 
-    def merged() -> Merged:
+    def merged() -> Weights:
         if not first:
             first.extend(good.merged())
         yield from first
@@ -440,6 +521,7 @@ def everywhere(session: Any, cell: Cell, world: World) -> Any:
         "adapters",
         stream=lambda: to_all(good.stream()),
         merged=lambda: to_all(good.merged()),
+        base=lambda: to_all(good.base()),
     )
 
 
@@ -778,7 +860,7 @@ FAULTS = (
         bug="unsloth-zoo#942: an engine is given the factors themselves, scales them in place, and training goes on so",
         rules=("LRA-004",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
-        wrap=_lent("stream"),
+        wrap=lent("stream"),
         says="after: logits differ by",
     ),
     Fault(
@@ -787,7 +869,7 @@ FAULTS = (
         rules=("LRA-004",),
         also=("LRA-005",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
-        wrap=_lent("merged"),
+        wrap=lent("merged"),
         says="of the base has changed",
     ),
     Fault(
@@ -950,5 +1032,90 @@ FAULTS = (
         one_rank=True,
         says="is not the sum",
         diagnosis="rounded to bf16",
+    ),
+    Fault(
+        id="base-is-merged",
+        bug="miles#1087: what is sent of the base, beside adapters, has them merged already",
+        rules=("LRA-006",),
+        cell=cell("qwen3_moe", "tp2", loss_mask=True),
+        wrap=_merged_in(""),
+        one_rank=True,
+        says="q_proj.weight of the base: ",
+        diagnosis="with its adapter as it is at step2",
+    ),
+    Fault(
+        id="base-of-experts-merged",
+        bug="miles#1087 in kind: grouped experts are exported by a path of their own, which merges always",
+        rules=("LRA-006",),
+        cell=cell("qwen3_moe", "ep2", experts="grouped", loss_mask=True),
+        wrap=_merged_in(EXPERTS),
+        one_rank=True,
+        says=".experts.",
+        diagnosis="with its adapter as it is at step2",
+    ),
+    Fault(
+        id="base-under-names-of-wrapped-linears",
+        bug="verl#4632: the base's linears are sent by the names that they have inside their adapters",
+        rules=("LRA-006",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_base(_inside_adapters),
+        one_rank=True,
+        says="q_proj.base_layer.weight is not in the checkpoint",
+        diagnosis="the name of a linear inside its adapter: base_layer",
+    ),
+    Fault(
+        id="base-without-wrapped-linears",
+        bug="Megatron-Bridge#1272: a linear that its adapter wraps is in no mapping, and is left out of the export",
+        rules=("LRA-006",),
+        cell=cell("glm4_moe", "ep2", expert_format="fused", loss_mask=True),
+        wrap=_base(lambda good, base, factors: (pair for pair in base if not _wrapped(pair[0].name, factors))),
+        one_rank=True,
+        says="q_proj.weight is not sent of the base",
+    ),
+    Fault(
+        id="base-with-factors-beside",
+        bug="ISEEKYAN/Megatron-LM#78: an exporter that takes all parameters sends those of adapters among the base's",
+        rules=("LRA-006",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_base(_factors_beside),
+        one_rank=True,
+        says="lora_A.weight is not in the checkpoint",
+        diagnosis="a factor of an adapter",
+    ),
+    Fault(
+        id="base-by-subtraction",
+        bug="PEFT's unmerge in kind: the base is a merged weight less its adapter, and is not what was loaded",
+        rules=("LRA-006",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_base(_less_the_adapter),
+        one_rank=True,
+        says="of the base: ",
+        diagnosis="arithmetic, not movement",
+    ),
+    Fault(
+        id="base-in-one-buffer",
+        bug="verl#7083 in kind: the buffer of a weight of the base is used again while its receiver still holds it",
+        rules=("LRA-006",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_base(_base_in_one_buffer),
+        one_rank=True,
+        says="held other values at the end of the stream",
+    ),
+    Fault(
+        id="base-lent-unsaid",
+        bug="unsloth-zoo#942 in kind: an engine is given the base's weights themselves, and writes",
+        rules=("LRA-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=lent("base"),
+        says="of the base has changed",
+    ),
+    Fault(
+        id="adapters-off-behind-the-base",
+        bug="huggingface/peft#3447 in kind: adapters that were off while the base was sent stay off",
+        rules=("LRA-002", "LRA-003"),
+        cell=cell("qwen3_moe", "ep2", loss_mask=True),
+        wrap=_off_behind_the_base,
+        one_rank=True,
+        diagnosis="not moved",
     ),
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,19 +15,24 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from safetensors.torch import save_file
 
 from moeref.bridge import BridgeError, LocalShard
 from moeref.bridge.adapters import AdapterMap, is_lora_a
-from moeref.bridge.loader import bound
+from moeref.bridge.agreement import all_or_none
+from moeref.bridge.loader import bound, load
 from moeref.bridge.shard_map import hashed
 from moeref.exporter import Plan, Stream, export
 from moeref.families import ParamMapping
+from moeref.megatron import device
 from moeref.megatron.build import Built
 from moeref.megatron.grouped_names import GroupedNames
 from moeref.megatron.marks import mark_sequence_parallel
 
 #: Where a chunk has its adapters.
 ADAPTERS = "adapters"
+#: PEFT's file beside the tensors.
+CONFIG = "adapter_config.json"
 
 
 class _Key(NamedTuple):
@@ -48,6 +55,10 @@ class _Linear:
         self.lora_b: torch.nn.Parameter
         self._module, self._shard, self._lora, self._forward = module, shard, lora, module.forward
         object.__setattr__(module, "forward", self.forward)
+
+    def detach(self) -> None:
+        """Give the module its own forward back."""
+        object.__setattr__(self._module, "forward", self._forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, of the merged weight unless adapters are off."""
@@ -189,6 +200,42 @@ class Lora:
     def _fill(self, weights: Iterable[torch.Tensor]) -> None:
         for linear, weight in zip(self._linears.values(), weights, strict=True):
             linear.weight.data.copy_(weight)
+
+    def detach(self) -> None:
+        """Take the adapters off for good: the model is its base, which stays frozen, and may be given others."""
+        self.is_on = False
+        for linear in self._linears.values():
+            linear.detach()
+        for chunk in self._built.chunks:
+            delattr(chunk, ADAPTERS)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the adapters to a folder as PEFT reads them: `adapter_model.safetensors` and `adapter_config.json`.
+
+        All ranks call it, with the same folder; the first one writes, and the others wait. Raises as `export` does, and
+        OSError if a file cannot be written, or on other ranks RuntimeError.
+        """
+        with self.stream() as stream:
+            held = {tensor.name: full.clone() for tensor, full in stream if full is not None}
+        where = f"{folder}, rank {self._rank}"
+        with all_or_none(0, device.of(self._built.chunks), None, lambda reason: RuntimeError(f"{where}: {reason}")):
+            if held:
+                save_file(held, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+                (Path(folder) / CONFIG).write_text(json.dumps(self.config(), indent=2))
+
+    @classmethod
+    def saved(cls, built: Built, rank: int, folder: str | Path) -> Lora:
+        """The adapters of such a folder, on a model without any.
+
+        All ranks call it, once the folder is whole. Raises OSError where it has no config, ValueError for one that is
+        none of LoRA's, and BridgeError as `Lora` and `load` do.
+        """
+        config = json.loads((Path(folder) / CONFIG).read_text())
+        if config.get("peft_type") != "LORA" or not {"r", "lora_alpha", "target_modules"} <= config.keys():
+            raise ValueError(f"{folder}: {CONFIG} is none of LoRA's")
+        lora = cls(built, rank, r=config["r"], alpha=config["lora_alpha"], modules=config["target_modules"])
+        load(lora.shard_map, rank, lora._holders, folder)
+        return lora
 
     def parameters(self) -> dict[tuple[int, str], torch.nn.Parameter]:
         """The matrices of this rank by (chunk, local name), as `gradients` names them."""

@@ -328,6 +328,18 @@ class Adapters(Protocol):
         Names are the checkpoint's, as if there were no adapters. The model then computes and trains as before.
         """
 
+    def save(self, folder: Path) -> None:
+        """Write the adapters, and what it takes to attach them again. Called if the target claims `adapter_saves`.
+
+        `folder` is empty, and this rank's own: ranks that write together agree on one of theirs.
+        """
+
+    def restore(self, checkpoint: Path, folder: Path) -> None:
+        """Attach the adapters that were saved to `folder` to the weights of a Hugging Face folder, and go on with them,
+        as a run does that is resumed. Rank, alpha and modules are those of the save. Called last, after one more step;
+        the model may be built anew here.
+        """
+
     def logits(self, tokens_BS: torch.Tensor, base: bool = False) -> torch.Tensor | None:
         """As `Forward.logits`, with the adapters; with `base` without them, as a reference policy is asked."""
 

@@ -19,6 +19,7 @@ ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 #: Designs of a target by field of `Claims`, and what each may be, the default first. One is as correct as the other.
 DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "adapter_base": (False, True),
+    "adapter_saves": (False, True),
     "begins": ("random", "unset"),
     "cp_cut": ("zigzag", "runs"),
     "engine_logprobs": ("raw", "processed"),
@@ -280,6 +281,7 @@ class Claims:
     #: Linears of ADAPTER_MODULES that `Adapters` gives adapters; those of gated delta nets if they are said.
     adapter_modules: frozenset[str] = frozenset(ADAPTER_MODULES) - frozenset(DELTA_NET_MODULES)
     adapter_base: bool = False  # `Adapters` has `base`: engines are sent the base, and adapters beside it
+    adapter_saves: bool = False  # `Adapters` has `save` and `restore`
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
     begins: str = "random"  # what weights hold before loading: what Megatron draws for them, or anything
     cp_cut: str = "zigzag"  # what CP rank r computes of a sequence: chunks r and 2·CP-1-r of 2·CP, or run r of CP

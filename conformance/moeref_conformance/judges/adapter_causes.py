@@ -185,7 +185,7 @@ def merged_as(name: str, phases: Mapping[str, Tensors], base: torch.Tensor, merg
 def added_as(name: str, phases: Mapping[str, Tensors], base: torch.Tensor, got: torch.Tensor) -> str:
     """Whether a weight that is sent as the base's has its adapter in it, of which phase; empty if nothing fits."""
     added = got.double() - base.double()
-    for phase, adapters in reversed(phases.items()):
+    for phase, adapters in reversed([*phases.items()]):
         if (times := _times(added, _product(adapters, name, name), MERGED)) and bool(added.any()):
             counted = "" if abs(times - 1) <= MERGED else f", counted {times:.3g} times"
             return f"with its adapter as it is at {phase}{counted}"

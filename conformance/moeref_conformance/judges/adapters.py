@@ -17,7 +17,8 @@ from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord, digest
 from moeref_conformance.contract.requests import adapters as request
 from moeref_conformance.diagnosis.compare import compare, dtype_name, same
-from moeref_conformance.diagnosis.values import scaled
+from moeref_conformance.diagnosis.matching import first_of
+from moeref_conformance.diagnosis.values import constant, rounded, scaled
 from moeref_conformance.judges import Case, adapter_causes, judges
 from moeref_conformance.judges.common import (
     LAYOUT,
@@ -55,6 +56,8 @@ ROUNDED = 2.0**-23
 SIZE = 1.3
 #: The phases before the merged stream; `again` comes after it, for LRA-004.
 TRAINED = ("fresh", "step1", "step2")
+#: All streams of adapters.
+PHASES = (*request.PHASES, *request.RESUMED)
 #: Streams of weights.
 WEIGHTS = ("merged", "base")
 
@@ -94,8 +97,8 @@ def _together(ranks: list[RankRecord]) -> _Sent:
         prefix = f"{phase}."
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
-    names = {phase: [name for value in values for name in value["sent"][phase]] for phase in request.PHASES}
-    phases = {phase: named(phase) for phase in request.PHASES}
+    names = {phase: [name for value in values for name in value["sent"].get(phase, ())] for phase in PHASES}
+    phases = {phase: named(phase) for phase in PHASES}
     merged, base = (_Stream([row for of in values for row in of.get(key, ())], named(key)) for key in WEIGHTS)
     overwritten = [name for value in values for name in value["overwritten"]]
     return _Sent(ranks[0].rank, names, phases, merged, base, overwritten)
@@ -507,6 +510,53 @@ def _of_base(case: Case, first: _Sent, sent: _Sent) -> Iterator[Finding]:
             with_it = adapter_causes.added_as(name, trained, tensors[name], got) if name in whole else ""
             diagnosis = with_it or scaled(tensors[name], got)
             yield _found(case, sent.rank, name, f"{name} of the base: {difference.text}", diagnosis=diagnosis)
+
+
+@judges("LRA-007")
+@_of_sent
+def what_is_restored_goes_on(case: Case, sent: list[_Sent]) -> Outcome:
+    """What is sent after a restore, logits then, and the step that was taken before it."""
+    findings = [found for one in sent for found in _restored(case, one)]
+    for record in records(case, "adapters"):
+        before, after = (record.tensors("adapters").get(f"logits.{phase}") for phase in ("after", "restored"))
+        findings += _other_logits(case, record.rank, before, after)
+    return outcome(findings, met="adapters go on from a save as without one")
+
+
+def _restored(case: Case, sent: _Sent) -> Iterator[Finding]:
+    """Findings for factors that are not those of the save, or that the next step moves otherwise."""
+    saved, on, restored, resumed = (sent.phases[phase] for phase in request.RESUMED)
+    for name in sorted(oracle.shapes(_weights(case), _adapted(case))):
+        if unsent := [phase for phase in request.RESUMED if sent.names[phase].count(name) != 1]:
+            yield _found(case, sent.rank, name, f"{unsent[0]}: {name} was not sent once")
+        elif (difference := compare(saved[name], restored[name])) is not None:
+            message = f"restored: {name} is not what was saved: {difference.text}"
+            diagnosis = first_of(
+                *(functools.partial(trial, saved[name], restored[name]) for trial in (constant, rounded, scaled))
+            )
+            yield _found(case, sent.rank, name, message, diagnosis=diagnosis, **difference.told)
+        elif resumed[name].shape != on[name].shape:
+            yield _found(case, sent.rank, name, f"resumed: {name} is {list(resumed[name].shape)}")
+        else:
+            moved, again = on[name].double() - saved[name], resumed[name].double() - saved[name]
+            if _off(moved, again, float(on[name].abs().max())) > LIMIT:
+                diagnosis = "" if bool(again.any()) else "not moved"
+                message = f"resumed: {name} moved otherwise than by the same step before it was restored"
+                yield _found(case, sent.rank, name, message, diagnosis=diagnosis)
+
+
+def _other_logits(case: Case, rank: int, before: torch.Tensor | None, after: torch.Tensor | None) -> Iterator[Finding]:
+    """Logits of what is restored are those before the save, within the tolerance of logits."""
+    if before is None and after is None:
+        return
+    if before is None or after is None or before.shape != after.shape:
+        yield finding(case, rank, "adapters", "restored: no logits as before the save")
+        return
+    here = tokens_of(case)[..., None].expand_as(before)
+    far = float(distance(before[here], after[here]).max() / before[here].abs().max())
+    if not far <= LOGITS:
+        message = f"restored: logits differ from those before the save by {far:.2g} of the largest"
+        yield finding(case, rank, "adapters", f"{message} > {tolerance(case, LOGITS)}")
 
 
 def _as_announced(case: Case, rank: int, weights: _Stream, where: str) -> tuple[list[Finding], dict[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ are not lent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Adapters, Cell, TensorMeta, to_plain
 from moeref_conformance.contract.records import digest, free_key
-from moeref_conformance.contract.requests.adapters import ALPHA, RANK, RATES, modules
+from moeref_conformance.contract.requests.adapters import ALPHA, RANK, RATES, RESUMED_RATE, modules
 from moeref_conformance.steps import gradients, policy
 from moeref_conformance.steps.export import items
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
@@ -59,9 +59,33 @@ def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
         weights["base"] = _weights(adapters.base(), "base", saved, overwritten, own)
     sent["again"] = _sent(adapters, "again", saved, overwritten, own)
     _logits(adapters.logits(of_all), "after", saved)
-    context.save("adapters", saved)
     digests = {"attached": attached, "left": _digests(adapters)}
+    if context.claims.adapter_saves:
+        sent |= _resumed(adapters, context, lambda: adapters.step(rows_BS, mask_BS, RESUMED_RATE), saved, overwritten)
+    context.save("adapters", saved)
     return {"sent": sent, **weights, "overwritten": overwritten, **digests}
+
+
+def _resumed(
+    adapters: Adapters,
+    context: Context,
+    step: Callable[[], None],
+    saved: dict[str, torch.Tensor],
+    overwritten: list[str],
+) -> dict[str, list[str]]:
+    """The names that are sent around a save, a step, a restore and the same step; logits of what is restored."""
+    sent = {"saved": _sent(adapters, "saved", saved, overwritten)}
+    folder = context.world.workdir / "adapters"
+    folder.mkdir()
+    adapters.save(folder)
+    step()
+    sent["on"] = _sent(adapters, "on", saved, overwritten)
+    adapters.restore(context.input("checkpoint"), folder)
+    sent["restored"] = _sent(adapters, "restored", saved, overwritten)
+    _logits(adapters.logits(load_file(context.input("tokens"))["tokens"]), "restored", saved)
+    step()
+    sent["resumed"] = _sent(adapters, "resumed", saved, overwritten)
+    return sent
 
 
 def _sent(

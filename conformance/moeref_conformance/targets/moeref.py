@@ -344,6 +344,16 @@ class _Adapters:
         with self._lora.off():
             yield from self._model.stream()
 
+    def save(self, folder: Path) -> None:
+        self._lora.save(_of_first(folder))
+
+    def restore(self, checkpoint: Path, folder: Path) -> None:
+        from moeref import megatron
+
+        self._lora.detach()
+        self._model.load(checkpoint)
+        self._lora = megatron.Lora.saved(self._built, self._model.rank, _of_first(folder))
+
     def logits(self, tokens_BS: torch.Tensor, base: bool = False) -> torch.Tensor | None:
         with self._lora.off() if base else nullcontext():
             return self._model.logits(tokens_BS)
@@ -355,6 +365,15 @@ class _Adapters:
 
     def chunks(self) -> Sequence[torch.nn.Module]:
         return self._built.chunks
+
+
+def _of_first(folder: Path) -> Path:
+    """The folder of rank 0."""
+    import torch.distributed as dist
+
+    given = [folder]
+    dist.broadcast_object_list(given, src=0)
+    return given[0]
 
 
 class _Quantised:
@@ -672,6 +691,7 @@ class MoerefTarget:
         optimizer_skips=True,
         adapter_modules=frozenset(ADAPTER_MODULES),
         adapter_base=True,
+        adapter_saves=True,
     )
 
     def preload(self) -> None:

@@ -13,6 +13,11 @@ SCALE = ALPHA / RANK
 RATES = {"step1": 0.5, "step2": 4.0}
 #: When adapters are sent: before a step, after one and after two, and after a stream of merged weights.
 PHASES = ("fresh", "step1", "step2", "again")
+#: When they are sent of a target that saves them: before the save, after one more step, when they are restored, and
+#: after the same step.
+RESUMED = ("saved", "on", "restored", "resumed")
+#: The rate of these steps.
+RESUMED_RATE = 4.0
 #: When logits are asked for: before a step, after two, of the base, and after a stream of merged weights.
 LOGITS = ("fresh", "trained", "base", "after")
 #: A linear of its own in Megatron, too, which could have an adapter and is not always asked for.

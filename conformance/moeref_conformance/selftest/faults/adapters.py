@@ -261,7 +261,11 @@ class _Counted:
 
     def attach(self, *asked: Any) -> None:
         self._session.adapters.attach(*asked)
-        self._seconds = [of for name, of in _second(self._session).items() if self._part in name]
+        self.of([of for name, of in _second(self._session).items() if self._part in name])
+
+    def of(self, seconds: list[torch.nn.Parameter]) -> None:
+        """These count so often from here on."""
+        self._seconds = seconds
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -443,6 +447,77 @@ def _off_behind_the_base(session: Session, cell: Cell, world: World) -> Any:
         good.step(tokens_BS, mask_BS, 0.0 if sent else rate)
 
     return facet(session, "adapters", base=base, logits=logits, step=step)
+
+
+def _restored(change: Callable[[Any, Cell, World], None]) -> Change:
+    """A fault's `wrap` that changes adapters once they are restored."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.adapters
+
+        def restore(*asked: Any) -> None:
+            good.restore(*asked)
+            with torch.no_grad():
+                change(session, cell, world)
+
+        return facet(session, "adapters", restore=restore)
+
+    return wrap
+
+
+def _seconds(session: Any, part: str = "") -> list[torch.nn.Parameter]:
+    """Each lora_B [out, RANK] of this rank that has `part` in its name."""
+    return [of for name, of in trained(session).items() if part in name and of.shape[-1] == RANK]
+
+
+def _fresh_again(session: Any, cell: Cell, world: World) -> None:
+    for parameter in _seconds(session):
+        parameter.zero_()
+
+
+def _of_first_tp_rank(session: Any, cell: Cell, world: World) -> None:
+    """Other ranks go on from 0."""
+    for parameter in _seconds(session):
+        if getattr(parameter, "tensor_model_parallel", False) and coords(cell.layout, world.rank)["tp"]:
+            parameter.zero_()
+
+
+def _of_first_expert_rank(session: Any, cell: Cell, world: World) -> None:
+    for parameter in _seconds(session, EXPERTS):
+        if coords(cell.layout, world.rank)["ep"]:
+            parameter.zero_()
+
+
+def _rounded(session: Any, cell: Cell, world: World) -> None:
+    for parameter in trained(session).values():
+        parameter.copy_(parameter.bfloat16())
+
+
+def _frozen_once_restored(session: Session, cell: Cell, world: World) -> Any:
+    """Restored adapters are no part of what is trained."""
+    good: Any = session.adapters
+    restored = list[bool]()
+
+    def restore(*asked: Any) -> None:
+        good.restore(*asked)
+        restored.append(True)
+
+    def step(tokens_BS: torch.Tensor, mask_BS: torch.Tensor, rate: float) -> None:
+        good.step(tokens_BS, mask_BS, 0.0 if restored else rate)
+
+    return facet(session, "adapters", restore=restore, step=step)
+
+
+def _restored_without_alpha(session: Session, cell: Cell, world: World) -> Any:
+    """Once restored, adapters count with a scale of 1."""
+    counted = _Counted(session, 1 / SCALE)
+    good: Any = session.adapters
+
+    def restore(*asked: Any) -> None:
+        good.restore(*asked)
+        counted.of(_seconds(session))
+
+    return facet(session, "adapters", restore=restore, logits=counted.logits, step=counted.step)
 
 
 def _folded_in_place(session: Session, cell: Cell, world: World) -> Any:
@@ -1118,5 +1193,61 @@ FAULTS = (
         wrap=_off_behind_the_base,
         one_rank=True,
         diagnosis="not moved",
+    ),
+    Fault(
+        id="adapters-restored-fresh",
+        bug="diffusers#12689: what is saved is never read, and a run that is resumed begins with fresh adapters",
+        rules=("LRA-007",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_restored(_fresh_again),
+        one_rank=True,
+        says="is not what was saved",
+        diagnosis="all zero",
+    ),
+    Fault(
+        id="adapters-restored-frozen",
+        bug="reported nowhere: parameters that take restored adapters are not those that are trained",
+        rules=("LRA-007",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_frozen_once_restored,
+        one_rank=True,
+        says="moved otherwise than by the same step",
+        diagnosis="not moved",
+    ),
+    Fault(
+        id="adapters-restored-without-alpha",
+        bug="mlx-examples#622: alpha is no part of a save, and restored adapters count otherwise",
+        rules=("LRA-007",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_restored_without_alpha,
+        one_rank=True,
+        says="restored: logits differ",
+    ),
+    Fault(
+        id="adapters-saved-by-one-expert-rank",
+        bug="verl#4303: adapters of the experts of one EP rank are saved alone",
+        rules=("LRA-007",),
+        cell=cell("qwen3_moe", "ep2", loss_mask=True),
+        wrap=_restored(_of_first_expert_rank),
+        says=".experts.",
+        diagnosis="all zero",
+    ),
+    Fault(
+        id="adapters-saved-by-one-tp-rank",
+        bug="Megatron-Bridge#2240: of a factor that TP cuts the shard of one rank is saved alone",
+        rules=("LRA-007",),
+        cell=cell("qwen3_moe", "tp2", loss_mask=True),
+        wrap=_restored(_of_first_tp_rank),
+        says="is not what was saved",
+    ),
+    Fault(
+        id="adapters-saved-in-bf16",
+        bug="reported nowhere: fp32 adapters are saved in the dtype of an engine",
+        rules=("LRA-007",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_restored(_rounded),
+        one_rank=True,
+        says="is not what was saved",
+        diagnosis="bf16-rounded fp32",
     ),
 )

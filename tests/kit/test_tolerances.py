@@ -330,10 +330,11 @@ class Trained:
         held = {f"{phase}.{name}": of.clone() for phase in PHASES for name, of in self.phases[phase].items()}
         held |= {f"logits.{phase}": of.float().clone() for phase, of in self.logits.items()}
         held |= {f"merged.{name}": of.clone() for name, of in self.merged.items()}
+        held |= {f"base.{name}": of.clone() for name, of in self.tensors.items()}
         change(held)
         sent = {phase: list(self.phases[phase]) for phase in PHASES}
         rows = [{"name": n, "shape": list(of.shape), "dtype": "float32"} for n, of in self.merged.items()]
-        value = {"sent": sent, "merged": rows, "overwritten": [], "attached": [], "left": []}
+        value = {"sent": sent, "merged": rows, "base": rows, "overwritten": [], "attached": [], "left": []}
         return self.model.judged(rule, adapters=(value, held))
 
 
@@ -381,6 +382,7 @@ def test_a_merged_weight_with_1_percent_more_of_its_adapter_is_found(trained: Tr
 
 
 LOGITS = "logits.trained"
+BASE, MERGED = (f"{of}.model.layers.0.self_attn.q_proj.weight" for of in ("base", "merged"))
 FRESH_A = "fresh." + adapters.peft("model.layers.0.self_attn.q_proj.weight", "lora_A")
 
 
@@ -393,6 +395,9 @@ FRESH_A = "fresh." + adapters.peft("model.layers.0.self_attn.q_proj.weight", "lo
         ("LRA-001", lambda held: held["logits.fresh"].add_(1.0), "logits differ", ""),
         ("LRA-003", lambda held: held[LOGITS].mul_(1.01), "logits differ from transformers'", ""),
         ("LRA-003", lambda held: held[LOGITS].copy_(held["logits.base"]), "logits differ", "as without adapters"),
+        ("LRA-006", lambda held: held[BASE].mul_(1 + 1e-7), "of the base: ", "arithmetic, not movement"),
+        ("LRA-006", lambda held: held.update({BASE: held[BASE].bfloat16()}), "is bfloat16", ""),
+        ("LRA-006", lambda held: held[BASE].copy_(held[MERGED]), "of the base: ", "with its adapter as it is at step2"),
         ("LRA-004", lambda held: held["logits.base"].mul_(1.01), "base: logits differ", ""),
         ("LRA-004", lambda held: held.update({"logits.after": held[LOGITS][:1]}), "no logits as before", ""),
         ("LRA-004", lambda held: held.pop("logits.after"), "no logits as before", ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -66,7 +67,8 @@ def check(target: Target, cell: Cell, world: World, inputs: dict[str, str], fold
         activations_may_be_recomputed(cell, inputs)
         an_optimizer_trains_adapters_alone(cell, inputs)
         a_restored_optimizer_goes_on(cell, inputs, folder)
-        the_how_to_runs_as_written(cell, inputs)
+        saved_adapters_come_back(cell, inputs, folder / "adapters")
+        the_how_to_runs_as_written(cell, inputs, folder)
         return
     held = load_file(inputs["tokens"])
     mine = [batch(of_replica(held[name], cell, rank), cell) for name in ("tokens", "mask")]
@@ -219,7 +221,31 @@ def a_restored_optimizer_goes_on(cell: Cell, inputs: dict[str, str], folder: Pat
         again.restore(folder)
 
 
-def the_how_to_runs_as_written(cell: Cell, inputs: dict[str, str]) -> None:
+def saved_adapters_come_back(cell: Cell, inputs: dict[str, str], folder: Path) -> None:
+    """Bit for bit, with their scale; what is no folder of adapters, or of others, is refused."""
+    folder.mkdir()
+    one = built(cell, inputs, 0)
+    lora = megatron.Lora(one, 0, r=R, alpha=ALPHA, modules=["q_proj", "down_proj"])
+    for parameter in lora.parameters().values():
+        parameter.data.normal_()
+    lora.save(folder)
+    before = {key: of.detach().clone() for key, of in lora.parameters().items()}
+    lora.detach()
+    again = megatron.Lora.saved(one, 0, folder)
+    assert again.scale == ALPHA / R
+    assert all(torch.equal(of, before[key]) for key, of in again.parameters().items())
+    assert before.keys() == again.parameters().keys()
+    again.detach()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["q_proj"]}))
+    with pytest.raises(bridge.BridgeError, match="down_proj"):
+        megatron.Lora.saved(one, 0, folder)
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "IA3"}))
+    with pytest.raises(ValueError, match="is none of LoRA's"):
+        megatron.Lora.saved(one, 0, folder)
+
+
+def the_how_to_runs_as_written(cell: Cell, inputs: dict[str, str], folder: Path) -> None:
     """The block of docs/how-to/train-adapters.md; fresh adapters change no weight."""
     page = (Path(__file__).parents[2] / "docs/how-to/train-adapters.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```\{code-block\} python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
@@ -227,10 +253,13 @@ def the_how_to_runs_as_written(cell: Cell, inputs: dict[str, str]) -> None:
         "built": built(cell, inputs, 0),
         "rank": 0,
         "tokens_BS": load_file(inputs["tokens"])["tokens"],
+        "folder": folder,
     }
     exec(compile(block, "train-adapters.md", "exec"), names)
     assert names["reference_BSV"] is not None
     assert {name.rsplit(".", 2)[1] for name in names["adapter"]} == {"lora_A", "lora_B"}
+    assert names["base"].keys() == names["weights"].keys()
+    assert all(torch.equal(of, names["weights"][name]) for name, of in names["base"].items())
     loaded = {k: of for k, of in read_checkpoint(Path(inputs["checkpoint"])).items() if k in names["weights"]}
     assert loaded.keys() == names["weights"].keys()
     assert all(torch.equal(of, names["weights"][name]) for name, of in loaded.items())

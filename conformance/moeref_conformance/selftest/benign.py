@@ -917,12 +917,12 @@ def _inferred(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
 
 
 def _merges_alone(session: Any, cell: Cell, world: World) -> Any:
-    """Of adapters that are not in the weights, nothing is sent as the base."""
+    """Neither the base is sent beside adapters, nor are adapters saved."""
 
-    def base() -> Any:
+    def refuse(*asked: Any) -> Any:
         raise NotImplementedError("weights are sent merged")
 
-    return facet(session, "adapters", base=base)
+    return facet(session, "adapters", base=refuse, save=refuse, restore=refuse)
 
 
 def _shared(part: str, factor: str) -> Callable[[Session, Cell, World], Any]:
@@ -938,6 +938,10 @@ def _shared(part: str, factor: str) -> Callable[[Session, Cell, World], Any]:
                 for other in others:
                     other.data.copy_(first.data)
 
+        def restore(*asked: Any) -> None:
+            good.restore(*asked)
+            groups[:] = _grouped(session, part, factor)
+
         def step(*asked: Any) -> None:
             before = [[of.data.clone() for of in group] for group in groups]
             good.step(*asked)
@@ -946,13 +950,13 @@ def _shared(part: str, factor: str) -> Callable[[Session, Cell, World], Any]:
                 for of, old in zip(group, was, strict=True):
                     of.data.copy_(old + moved)
 
-        return facet(session, "adapters", attach=attach, step=step)
+        return facet(session, "adapters", attach=attach, restore=restore, step=step)
 
     return wrap
 
 
 def _grouped(session: Any, part: str, factor: str) -> Iterator[list[Any]]:
-    """The parameters of fresh adapters that are to be one, found by marking each with a number."""
+    """The parameters of adapters that are to be one, found by marking each with a number."""
     parameters, found = [*adapters.trained(session).values()], dict[str, list[Any]]()
     held = [of.data.clone() for of in parameters]
     for number, of in enumerate(parameters):
@@ -1058,10 +1062,10 @@ _DESIGNS = (
     ),
     Benign(
         id="adapters-merged-alone",
-        why="a framework that sends merged weights to engines has no base to send beside adapters",
+        why="a framework that sends merged weights to engines has no base to send beside adapters, and saves them merged",
         cell=cell("qwen3_moe", "tp2", loss_mask=True),
         wrap=_merges_alone,
-        claims={"adapter_base": False},
+        claims={"adapter_base": False, "adapter_saves": False},
     ),
     Benign(
         id="base-lent-beside-adapters",

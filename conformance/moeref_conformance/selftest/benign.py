@@ -1062,7 +1062,7 @@ _DESIGNS = (
     ),
     Benign(
         id="adapters-merged-alone",
-        why="a framework that sends merged weights to engines has no base to send beside adapters, and saves them merged",
+        why="a framework that sends merged weights to engines has no base to send beside adapters",
         cell=cell("qwen3_moe", "tp2", loss_mask=True),
         wrap=_merges_alone,
         claims={"adapter_base": False, "adapter_saves": False},

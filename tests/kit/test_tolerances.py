@@ -395,7 +395,7 @@ FRESH_A = "fresh." + adapters.peft("model.layers.0.self_attn.q_proj.weight", "lo
         ("LRA-001", lambda held: held["logits.fresh"].add_(1.0), "logits differ", ""),
         ("LRA-003", lambda held: held[LOGITS].mul_(1.01), "logits differ from transformers'", ""),
         ("LRA-003", lambda held: held[LOGITS].copy_(held["logits.base"]), "logits differ", "as without adapters"),
-        ("LRA-006", lambda held: held[BASE].mul_(1 + 1e-7), "of the base: ", "arithmetic, not movement"),
+        ("LRA-006", lambda held: held[BASE].mul_(2.0), "of the base: ", "is 2 times the expected tensor"),
         ("LRA-006", lambda held: held.update({BASE: held[BASE].bfloat16()}), "is bfloat16", ""),
         ("LRA-006", lambda held: held[BASE].copy_(held[MERGED]), "of the base: ", "with its adapter as it is at step2"),
         ("LRA-004", lambda held: held["logits.base"].mul_(1.01), "base: logits differ", ""),

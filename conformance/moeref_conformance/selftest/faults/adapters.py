@@ -291,7 +291,13 @@ class _Counted:
 
 def _counted_by_each_rank(session: Session, cell: Cell, world: World) -> Any:
     each = _Counted(session, cell.layout.expert_tp, EXPERTS)
-    return facet(session, "adapters", attach=each.attach, logits=each.logits, step=each.step)
+    good: Any = session.adapters
+
+    def restore(*asked: Any) -> None:
+        good.restore(*asked)
+        each.of(_seconds(session, EXPERTS))
+
+    return facet(session, "adapters", attach=each.attach, restore=restore, logits=each.logits, step=each.step)
 
 
 def lent(call: str) -> Change:
@@ -768,7 +774,7 @@ FAULTS = (
         id="adapters-of-shared-experts-by-rank",
         bug="Megatron-Bridge#5396: adapters of shared experts are drawn by EP rank, and never reduced",
         rules=("LRA-002",),
-        also=("LRA-003",),
+        also=("LRA-003", "LRA-007"),
         cell=cell("glm4_moe", "ep2", loss_mask=True),
         wrap=attached(_by_expert_rank),
         says="shared_experts",
@@ -787,7 +793,7 @@ FAULTS = (
         id="adapters-of-whole-linears-unsummed",
         bug="mcore-bridge#173: a factor that TP ranks hold alike lacks the mark by which its gradients are summed",
         rules=("LRA-002",),
-        also=("LRA-003",),
+        also=("LRA-003", "LRA-007"),
         cell=cell("deepseek_v3", "tp2", layers=3, loss_mask=True),
         wrap=_marked("sequence_parallel", False),
         says="moved otherwise",
@@ -797,7 +803,7 @@ FAULTS = (
         id="adapters-of-grouped-experts-as-dense",
         bug="Megatron-Bridge#5231: adapters of grouped experts are reduced as dense ones where ETP is not TP",
         rules=("LRA-002",),
-        also=("LRA-003",),
+        also=("LRA-003", "LRA-007"),
         cell=cell("qwen3_moe", "tp2-etp1", world_size=4, experts="grouped", loss_mask=True),
         wrap=_marked("allreduce", True, EXPERTS),
         says="experts",
@@ -816,6 +822,7 @@ FAULTS = (
         id="adapters-with-the-step-before",
         bug="reported nowhere: gradients of adapters are those of the step before, too",
         rules=("LRA-002",),
+        also=("LRA-007",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_with_those_before,
         one_rank=True,
@@ -845,6 +852,7 @@ FAULTS = (
         id="alpha-folded-in-place",
         bug="SkyRL#2250: what is staged shares its memory with the adapter, into which alpha is folded each time",
         rules=("LRA-002", "LRA-004"),
+        also=("LRA-007",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_folded_in_place,
         one_rank=True,
@@ -942,7 +950,7 @@ FAULTS = (
         id="merged-base-lent-unsaid",
         bug="unsloth-zoo#942 in kind: an engine is given the weights themselves where nothing is merged, and writes",
         rules=("LRA-004",),
-        also=("LRA-005", "LRA-006"),
+        also=("LRA-005", "LRA-006", "LRA-007"),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=lent("merged"),
         says="of the base has changed",
@@ -951,6 +959,7 @@ FAULTS = (
         id="merge-not-undone",
         bug="EricLBuehler/candle-lora#26: once merged, adapters are added to the weights and computed beside them",
         rules=("LRA-004",),
+        also=("LRA-007",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_merged_stays,
         one_rank=True,
@@ -1018,7 +1027,7 @@ FAULTS = (
         id="routers-trained-beside-adapters",
         bug="reported nowhere: routers are left trainable, and no engine is sent them",
         rules=("LRA-004", "LRA-005"),
-        also=("LRA-002", "LRA-003", "LRA-006"),
+        also=("LRA-002", "LRA-003", "LRA-006", "LRA-007"),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=stepped(_routers_too),
         one_rank=True,
@@ -1039,7 +1048,7 @@ FAULTS = (
         id="norms-inside-linears-trained",
         bug="reported nowhere: of a linear with a norm inside the weight is frozen, and the norm trains unseen",
         rules=("LRA-004", "LRA-005"),
-        also=("LRA-002", "LRA-003", "LRA-006"),
+        also=("LRA-002", "LRA-003", "LRA-006", "LRA-007"),
         cell=cell("glm4_moe", "one", norms="fused", experts="grouped", loss_mask=True),
         wrap=stepped(_norms_inside_too),
         one_rank=True,
@@ -1181,6 +1190,7 @@ FAULTS = (
         id="base-lent-unsaid",
         bug="unsloth-zoo#942 in kind: an engine is given the base's weights themselves, and writes",
         rules=("LRA-004",),
+        also=("LRA-007",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=lent("base"),
         says="of the base has changed",

@@ -220,8 +220,11 @@ class Lora:
         where = f"{folder}, rank {self._rank}"
         with all_or_none(0, device.of(self._built.chunks), None, lambda reason: RuntimeError(f"{where}: {reason}")):
             if held:
-                save_file(held, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
-                (Path(folder) / CONFIG).write_text(json.dumps(self.config(), indent=2))
+                weights, config = (Path(folder) / name for name in ("adapter_model.safetensors", CONFIG))
+                weights.parent.mkdir(parents=True, exist_ok=True)
+                config.unlink(missing_ok=True)  # without it the folder is none of adapters, until it is whole
+                save_file(held, weights, metadata={"format": "pt"})
+                config.write_text(json.dumps(self.config(), indent=2))
 
     @classmethod
     def saved(cls, built: Built, rank: int, folder: str | Path) -> Lora:

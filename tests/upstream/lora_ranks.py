@@ -25,6 +25,8 @@ from moeref.megatron.optimizer import Trainer
 from moeref.record import Options, Record
 
 R, ALPHA, RATE = 3, 4.5, 0.5
+#: The folder of saved adapters, beside those of ranks.
+KEPT = "adapters"
 
 
 class Nothing:
@@ -70,6 +72,11 @@ def check(target: Target, cell: Cell, world: World, inputs: dict[str, str], fold
         saved_adapters_come_back(cell, inputs, folder / "adapters")
         the_how_to_runs_as_written(cell, inputs, folder)
         return
+    if "read" in cell.tags:  # by one rank, what ranks of another layout have saved
+        lora = megatron.Lora.saved(built(cell, inputs, rank), rank, folder.parents[1] / "run" / KEPT)
+        read = {tensor.name: full for tensor, full in lora.stream() if full is not None}
+        save_file(read, folder / "read.safetensors")
+        return
     held = load_file(inputs["tokens"])
     mine = [batch(of_replica(held[name], cell, rank), cell) for name in ("tokens", "mask")]
     one = built(cell, inputs, rank)
@@ -106,6 +113,7 @@ class Steps:
             self.save("merged", export(Plan(self.one.shard_map), self.rank, self.one.chunks))
         self.save("again", self.lora.stream())
         self.ask("after")
+        self.lora.save(self.folder.parent / KEPT)
         with self.lora.off():
             self.unchanged()
 

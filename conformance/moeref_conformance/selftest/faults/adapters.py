@@ -564,7 +564,7 @@ def _frozen_behind_a_reference(session: Session, cell: Cell, world: World) -> An
 
 
 def _merged_once(session: Session, cell: Cell, world: World) -> Any:
-    """Weights weights are those of the first time."""
+    """Merged weights are those of the first time."""
     good: Any = session.adapters
     first = list[Any]()
 
@@ -1235,7 +1235,7 @@ FAULTS = (
     ),
     Fault(
         id="adapters-saved-by-one-expert-rank",
-        bug="verl#4303: adapters of the experts of one EP rank are saved alone",
+        bug="Megatron-Bridge#2240 in kind: adapters of the experts of one EP rank are saved alone",
         rules=("LRA-007",),
         cell=cell("qwen3_moe", "ep2", loss_mask=True),
         wrap=_restored(_of_first_expert_rank),

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from moeref_conformance.contract.api import API_VERSION, FACETS, Claims, Info, Target
 from moeref_conformance.contract.cells import ADAPTER_MODULES, DESIGNS, LIMITED
-from moeref_conformance.contract.checks import BadInput, check_known, check_name, nearest
+from moeref_conformance.contract.checks import BadInput, check_known, check_name, nearest, similar
 from moeref_conformance.contract.rules import judged_facets
 from moeref_conformance.targets.peers import PEERS
 
@@ -77,10 +77,11 @@ def adapter(spec: str) -> str:
 def _of_the_selftest(spec: str) -> Any:
     kind, _, name = spec.partition(":")
     targets = _attribute(spec, SELFTEST[kind], "targets")
-    if name not in targets:
-        what = "fault" if kind == "faulty" else f"{kind} target"
-        raise BadInput(f"unknown {what} {name!r}{nearest(name, targets)}; all: {', '.join(sorted(targets))}")
-    return targets[name]
+    if kind == "benign" and name not in targets:
+        raise BadInput(
+            f"unknown benign target {name!r}{similar(name, targets)}; selftest/benign.py has all {len(targets)}"
+        )
+    return targets[name]  # of an unknown fault this raises itself
 
 
 def _attribute(spec: str, module: str, attribute: str) -> Any:

@@ -73,7 +73,10 @@ def known(name: str) -> dict[str, Any]:
     found = _spellings().get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower()[:100], sources(), n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise FamilyError(f"unknown model {name!r}; {hint}The MoE models known by name are {', '.join(sources())}")
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise FamilyError(
+            f"unknown model {name!r}{hint}; give a config.json or its folder, or one of the MoE models known by name: "
+            f"{', '.join(sources())}"
+        )
     base, keys = found
     return {**json.loads(_folder().joinpath(f"{base}.json").read_text(encoding="utf-8")), **keys}

@@ -69,13 +69,12 @@ def deal(counts: Sequence[int], num_layers: int, pp: int, layout: str) -> Stages
 def counts_even(num_layers: int, *, pp: int, vpp: int, embedding: bool, loss: bool) -> list[int]:
     """Layers per stage when all stages are equal; the embedding and the loss count as a layer each if set."""
     total = num_layers + embedding + loss
-    said = f"num_layers={num_layers}" + "".join(
-        f" + 1 for {name}=1" for name, on in (("embedding", embedding), ("loss", loss)) if on
-    )
+    counted = "".join(f" + 1 for {name}=1" for name, on in (("embedding", embedding), ("loss", loss)) if on)
+    said = f"num_layers={num_layers}{counted}"
     if total % pp:
         raise LayoutError(
-            f"{said} = {total} layers are not divisible by pp={pp}: {total % pp} left over. Make it a multiple of {pp} "
-            f"with embedding=1 or loss=1, or use first=, last= or pipeline_layout="
+            f"{f'{said} = {total}' if counted else total} layers are not divisible by pp={pp}: {total % pp} left over. "
+            f"Make it a multiple of {pp} with embedding=1 or loss=1, or use first=, last= or pipeline_layout="
         )
     if total // pp % vpp:
         raise LayoutError(

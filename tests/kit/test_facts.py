@@ -198,3 +198,20 @@ def test_a_message_that_names_anything_else_is_not_read() -> None:
         unpacked(pickle.dumps(eval))
     with pytest.raises(TypeError, match="a function of builtins: expected plain"):
         packed(cli.main)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (
+            "faulty:qkv",
+            "unknown fault 'qkv'; did you mean one of .*, qkv-as-q-k-v, .*; docs/reference/faults.md has all",
+        ),
+        ("faulty:qkv-as-q-k-v+qkv-as-qkv", "unknown fault 'qkv-as-qkv'; did you mean 'qkv-as-q-k-v'"),
+        ("faulty:xyzzy", "unknown fault 'xyzzy'; docs/reference/faults.md has all"),
+        ("benign:xyzzy", "unknown benign target 'xyzzy'; selftest/benign.py has all"),
+    ],
+)
+def test_an_unknown_id_is_told_those_that_hold_it_or_the_nearest(spec: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        resolve(spec)

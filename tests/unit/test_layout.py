@@ -266,7 +266,7 @@ def test_every_accepted_split_is_an_exact_cover():
 @pytest.mark.parametrize(
     ("text", "num_layers", "says"),
     [
-        ("pp=2", 7, "num_layers=7 = 7 layers are not divisible by pp=2: 1 left over"),
+        ("pp=2", 7, "^7 layers are not divisible by pp=2: 1 left over"),
         ("pp=2,embedding=1", 8, r"num_layers=8 \+ 1 for embedding=1 = 9 layers are not divisible by pp=2"),
         ("pp=4,embedding=1,loss=1", 8, r"num_layers=8 \+ 1 for embedding=1 \+ 1 for loss=1 = 10 layers"),
         ("pp=2,vpp=2", 6, "3 layers a pipeline rank, not divisible by vpp=2; use a vpp that divides 3, or"),

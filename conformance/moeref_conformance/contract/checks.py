@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(names)}" if 0 < len(names) <= 12 else ""
+
+
+def similar(name: str, known: Collection[str]) -> str:
+    """Of many known names, for an error: `; did you mean …?` with at most 12 that hold `name`, else `nearest`."""
+    holding = sorted(one for one in known if name and name in one)
+    if holding:
+        return f"; did you mean one of {', '.join(holding[:12])}{', …' if len(holding) > 12 else ''}?"
+    return nearest(name, known)
 
 
 def check_known(where: str, what: str, names: Iterable[Any], known: Iterable[str]) -> None:

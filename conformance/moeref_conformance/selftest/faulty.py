@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from moeref_conformance.contract.api import Cell, Claims, Info, Session, World
-from moeref_conformance.contract.checks import BadInput, nearest
+from moeref_conformance.contract.checks import BadInput, similar
 from moeref_conformance.selftest.faults import FAULTS, Fault
 from moeref_conformance.selftest.faults.base import Variant
 from moeref_conformance.targets.moeref import MoerefTarget
@@ -58,7 +58,9 @@ class _Targets(Mapping[str, FaultyTarget]):
     def __getitem__(self, key: str) -> FaultyTarget:
         for part in key.split("+"):
             if part not in FAULTS:
-                raise BadInput(f"unknown fault {part!r}{nearest(part, FAULTS)}; all: {', '.join(sorted(FAULTS))}")
+                raise BadInput(
+                    f"unknown fault {part!r}{similar(part, FAULTS)}; docs/reference/faults.md has all {len(FAULTS)}"
+                )
         return FaultyTarget(*(FAULTS[part] for part in key.split("+")))
 
     def __iter__(self) -> Iterator[str]:

@@ -3,8 +3,7 @@
     moeref-conformance smoke --target adapter:target --cell qwen3_moe/tp2/gloo
 
 It runs as it stands, and the report says that `load` is still to be written. Then widen: more of `claims.families`, the
-other facets (`names`, `plan`, `forward`, `logprobs`, `gradients`, `config`, `dispatch`, `seeds`, `replay`), other
-designs.
+other facets (`moeref_conformance.contract.api` describes each), other designs.
 """
 
 from __future__ import annotations

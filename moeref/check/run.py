@@ -269,7 +269,9 @@ def _seeds(report: Report, draft: Draft, problems: list[Problem], notes: list[st
     except seeds.SeedError as error:
         raise CheckError(str(error)) from error
     if found.refused:
-        problems.append(Problem("seeds", found.text, "seed with formula='distinct'"))
+        problems.append(Problem("seeds", found.text, "seed by the formula 'distinct' (--seed-formula)"))
     elif found.collisions:
-        notes.append(f"seeds coincide under Megatron's formula: {found.text}; formula='distinct' avoids it")
+        notes.append(
+            f"seeds coincide under Megatron's formula: {found.text}; the formula 'distinct' (--seed-formula) avoids it"
+        )
     return replace(report, seed=asked.seed, seed_formula=formula, seeds=found)

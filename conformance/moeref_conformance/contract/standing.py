@@ -48,9 +48,10 @@ class Standing:
         return [f"{number} {what}" for what, number in counts.items() if number]
 
     def __str__(self) -> str:
-        words = f"{self.words} {self.profile}" if self.claimed else f"nothing claimed of {self.profile}"
+        if not self.claimed:
+            return f"nothing claimed of {self.profile}: 0 of {self.rows} rows"
         passing = ", ".join([f"{self.passing} of {self.claimed} claimed rows pass", *self.remarks])
-        return f"{words}: {passing}; {self.claimed} of {self.rows} rows claimed"
+        return f"{self.words} {self.profile}: {passing}; {self.claimed} of {self.rows} rows claimed"
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,15 @@ class Bench:
     """One world for many targets, told apart by a cell's tags.
 
     Runs a cell, and its one-rank baseline, once for all who ask, and judges it. What a cell with tags recorded is
-    removed once it is judged: no other test asks for it, and hundreds of them fill a disk.
+    removed once it is judged, unless the bench `keeps` it: no other test asks for it, and hundreds fill a disk.
     """
 
-    def __init__(self, world: ForkedWorld, folder: Path, target: Target, inputs: Path | None = None) -> None:
+    def __init__(
+        self, world: ForkedWorld, folder: Path, target: Target, inputs: Path | None = None, *, keeps: bool = False
+    ) -> None:
         """Records go to `folder`; expected models too, unless benches share the folder `inputs`."""
         self._world, self._folder, self._target = world, folder, target
-        self._inputs = inputs or folder
+        self._inputs, self._keeps = inputs or folder, keeps
         self._static = StaticWorld(target)
         self._seen: dict[tuple[str, tuple[str, ...]], Observation] = {}
         self._ran = 0
@@ -93,7 +95,7 @@ class Bench:
                 continue
             unmet = [r for r in rule.requires if r in outcomes and (outcomes[r].findings or outcomes[r].untested)]
             outcomes[rule.id] = Outcome(untested=f"requires {unmet}") if unmet else JUDGES[rule.id](case)
-        if cell.tags:
+        if cell.tags and not self._keeps:
             self._forget(cell.tags)
         return outcomes
 

@@ -94,7 +94,7 @@ class Cells:
 
     def _red(self, cell: Cell, tag: str, folder: Path) -> list[str]:
         """The red rules of the matrix in a cell. The one-rank run that layouts are compared with has the tag too."""
-        bench = Bench(self.world, folder, MoerefTarget(), inputs=self.inputs)
+        bench = Bench(self.world, folder, MoerefTarget(), inputs=self.inputs, keeps=True)
         outcomes = bench.judge(replace(cell, tags=(tag,)), one_rank=True, deadline=DEADLINE)
         return [rule for rule, of in outcomes.items() if of.findings and rule in MATRIX.rules[cell.id]]
 

@@ -261,10 +261,10 @@ class Deeper(Cut):
         return of[None]
 
 
-#: Rules that leave shapes to another one, such as QNT-002, that look for one value in a gradient, or that read what the
-#: kit's own hooks saw.
+#: Rules that leave shapes to another one, such as QNT-002, that look for one value in a gradient, that read nothing of
+#: the last rank, or that read what the kit's own hooks saw.
 OF_ANY_SHAPE = (
-    *("LRA-002", "LRA-005", "QNT-001", "QNT-004", "QNT-006", "QNT-008"),
+    *("LRA-002", "LRA-005", "LRA-006", "QNT-001", "QNT-004", "QNT-006", "QNT-008"),
     *("RPL-001", "RPL-002", "RPL-003", "RPL-006", "RPL-010"),
 )
 

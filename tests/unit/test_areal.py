@@ -119,7 +119,7 @@ def test_end_to_end(tmp_path: Path) -> None:
         (
             ["actor.backend=megatron:p5", "actor.megatron.bridge_type=megatron-bridge"],
             "refused",
-            "num_layers=48",
+            "48 layers",
         ),
         (
             ["actor.backend=megatron:d8", "actor.megatron.virtual_pipeline_parallel_size=2"],

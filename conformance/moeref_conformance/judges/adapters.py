@@ -549,7 +549,8 @@ def _other_logits(case: Case, rank: int, before: torch.Tensor | None, after: tor
     """Logits of what is restored are those before the save, within the tolerance of logits."""
     if before is None and after is None:
         return
-    if before is None or after is None or before.shape != after.shape:
+    rows = tokens_of(case).shape
+    if before is None or after is None or before.shape != after.shape or before.shape[:-1] != rows:
         yield finding(case, rank, "adapters", "restored: no logits as before the save")
         return
     here = tokens_of(case)[..., None].expand_as(before)

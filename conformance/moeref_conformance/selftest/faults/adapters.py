@@ -1130,9 +1130,9 @@ FAULTS = (
     ),
     Fault(
         id="base-of-experts-merged",
-        bug="miles#1087 in kind: grouped experts are exported by a path of their own, which merges always",
+        bug="miles#1087 in kind: experts are exported by a path of their own, which merges always",
         rules=("LRA-006",),
-        cell=cell("qwen3_moe", "ep2", experts="grouped", loss_mask=True),
+        cell=cell("qwen3_moe", "ep2", loss_mask=True),
         wrap=_merged_in(EXPERTS),
         one_rank=True,
         says=".experts.",

@@ -260,13 +260,13 @@ class _Remembers(_Wrong):
 
     def __init__(self, good: Any, folder: Path) -> None:
         super().__init__(good, folder)
-        self.seen: dict[tuple[int, ...], Sampled] = {}
+        self.seen: dict[tuple[Any, ...], Sampled] = {}
 
     def sample(self, prompts: Sequence[list[int]], *asked: Any) -> Sequence[Sampled]:
         version = self.good.version()
         for prompt, one in zip(prompts, self.good.sample(prompts, *asked), strict=True):
-            self.seen.setdefault(tuple(prompt), one)
-        known = [self.seen[tuple(prompt)] for prompt in prompts]
+            self.seen.setdefault((*prompt, asked), one)
+        known = [self.seen[(*prompt, asked)] for prompt in prompts]
         return [replace(one, versions=(version,) * len(one.tokens)) for one in known]
 
 

@@ -261,12 +261,15 @@ class Deeper(Cut):
         return of[None]
 
 
-#: Rules that leave shapes to another one, such as QNT-002, that look for one value in a gradient, that read nothing of
-#: the last rank, or that read what the kit's own hooks saw.
+#: Rules that leave shapes to another one, such as QNT-002, that look for one value in a gradient, or that read what the
+#: kit's own hooks saw.
 OF_ANY_SHAPE = (
-    *("LRA-002", "LRA-005", "LRA-006", "QNT-001", "QNT-004", "QNT-006", "QNT-008"),
+    *("LRA-002", "LRA-005", "QNT-001", "QNT-004", "QNT-006", "QNT-008"),
     *("RPL-001", "RPL-002", "RPL-003", "RPL-006", "RPL-010"),
 )
+
+#: Rules that read what the writer received, which is the first rank. Others find it of the last rank that has tensors.
+OF_THE_WRITER = {"LRA-006"}
 
 
 @pytest.mark.parametrize("kind", [Cut, Deeper])
@@ -275,7 +278,8 @@ def test_tensors_of_another_shape_are_findings(bench: Bench, rule: str, kind: ty
     case = bench.case(MET[rule])
     assert case.observation is not None
     for step in RULES[rule].steps:
-        if record := next((record for record in case.observation.ranks[::-1] if record.tensors(step)), None):
+        ranks = case.observation.ranks if rule in OF_THE_WRITER else case.observation.ranks[::-1]
+        if record := next((record for record in ranks if record.tensors(step)), None):
             other = spoiled(case, record.rank, kind(record, step))
             assert JUDGES[rule](other).findings, f"passes with other tensors of {step}"
 

@@ -21,7 +21,7 @@ from tests.unit.test_loader import holder
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 
-#: `norm_topk_prob` is false, as transformers' class says nothing of it and always normalises.
+#: Without `norm_topk_prob`: transformers' class has none, and always normalises.
 TEXT: dict[str, Any] = {
     "vocab_size": 132,
     "hidden_size": 40,

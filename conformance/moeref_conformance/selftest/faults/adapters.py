@@ -42,16 +42,21 @@ def _second(session: Any) -> dict[str, torch.nn.Parameter]:
 
 def attached(change: Callable[[Any, Cell, World], None]) -> Change:
     """A fault's `wrap` that changes adapters once they are attached."""
+    return _behind("attach", change)
+
+
+def _behind(call: str, change: Callable[[Any, Cell, World], None]) -> Change:
+    """A fault's `wrap` that changes adapters behind each `attach` or `restore`."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
         good: Any = session.adapters
 
-        def attach(*asked: Any) -> None:
-            good.attach(*asked)
+        def called(*asked: Any) -> None:
+            getattr(good, call)(*asked)
             with torch.no_grad():
                 change(session, cell, world)
 
-        return facet(session, "adapters", attach=attach)
+        return facet(session, "adapters", **{call: called})
 
     return wrap
 
@@ -453,22 +458,6 @@ def _off_behind_the_base(session: Session, cell: Cell, world: World) -> Any:
         good.step(tokens_BS, mask_BS, 0.0 if sent else rate)
 
     return facet(session, "adapters", base=base, logits=logits, step=step)
-
-
-def _restored(change: Callable[[Any, Cell, World], None]) -> Change:
-    """A fault's `wrap` that changes adapters once they are restored."""
-
-    def wrap(session: Session, cell: Cell, world: World) -> Any:
-        good: Any = session.adapters
-
-        def restore(*asked: Any) -> None:
-            good.restore(*asked)
-            with torch.no_grad():
-                change(session, cell, world)
-
-        return facet(session, "adapters", restore=restore)
-
-    return wrap
 
 
 def _seconds(session: Any, part: str = "") -> list[torch.nn.Parameter]:
@@ -1209,7 +1198,7 @@ FAULTS = (
         bug="diffusers#12689: what is saved is never read, and a run that is resumed begins with fresh adapters",
         rules=("LRA-007",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
-        wrap=_restored(_fresh_again),
+        wrap=_behind("restore", _fresh_again),
         one_rank=True,
         says="is not what was saved",
         diagnosis="all zero",
@@ -1238,7 +1227,7 @@ FAULTS = (
         bug="Megatron-Bridge#2240 in kind: adapters of the experts of one EP rank are saved alone",
         rules=("LRA-007",),
         cell=cell("qwen3_moe", "ep2", loss_mask=True),
-        wrap=_restored(_of_first_expert_rank),
+        wrap=_behind("restore", _of_first_expert_rank),
         says=".experts.",
         diagnosis="all zero",
     ),
@@ -1247,7 +1236,7 @@ FAULTS = (
         bug="Megatron-Bridge#2240: of a factor that TP cuts the shard of one rank is saved alone",
         rules=("LRA-007",),
         cell=cell("qwen3_moe", "tp2", loss_mask=True),
-        wrap=_restored(_of_first_tp_rank),
+        wrap=_behind("restore", _of_first_tp_rank),
         says="is not what was saved",
     ),
     Fault(
@@ -1255,7 +1244,7 @@ FAULTS = (
         bug="reported nowhere: fp32 adapters are saved in the dtype of an engine",
         rules=("LRA-007",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
-        wrap=_restored(_rounded),
+        wrap=_behind("restore", _rounded),
         one_rank=True,
         says="is not what was saved",
         diagnosis="bf16-rounded fp32",

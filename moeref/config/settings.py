@@ -6,7 +6,7 @@ from typing import Any
 
 from moeref.config.rules import check_layout
 from moeref.config.setting import Setting
-from moeref.families.model import MLA, GatedDeltaNet, Model, Yarn
+from moeref.families.model import MLA, GatedDeltaNet, Indexer, Model, Yarn
 from moeref.layout import Layout
 
 #: YaRN attributes that GPTModel reads from its config by `getattr`; they are not fields of TransformerConfig.
@@ -38,6 +38,8 @@ def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
     settings = {k: Setting(v, "default") for k, v in _DEFAULTS.items()}
     settings |= {k: Setting(v, "hf") for k, v in _hf_settings(model).items()}
     settings |= {k: Setting(v, "layout") for k, v in _layout_settings(layout).items()}
+    if model.indexer and layout.cp > 1:
+        settings["cp_comm_type"] = Setting("all_gather", "layout", "DSA has no other")
     return settings
 
 
@@ -64,6 +66,8 @@ def _hf_settings(model: Model) -> dict[str, Any]:
         hf |= _mla_settings(model.mla, model.rope_theta)
     if model.gated_delta_net:
         hf |= _delta_settings(model.gated_delta_net)
+    if model.indexer:
+        hf |= _indexer_settings(model.indexer)
     hf |= _attention_settings(model)
     if model.clamp:
         hf |= {"activation_func_clamp_value": model.clamp, "glu_linear_offset": 1.0}
@@ -137,6 +141,20 @@ def _delta_settings(delta: GatedDeltaNet) -> dict[str, Any]:
         "linear_value_head_dim": delta.value_dim,
         "linear_num_key_heads": delta.key_heads,
         "linear_num_value_heads": delta.value_heads,
+    }
+
+
+def _indexer_settings(indexer: Indexer) -> dict[str, Any]:
+    return {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": indexer.heads,
+        "dsa_indexer_head_dim": indexer.head_dim,
+        "dsa_indexer_topk": indexer.top_k,
+        "dsa_indexer_rope_interleaved": indexer.interleaved,
+        # Products of queries and keys are the same without this rotation, which is for FP8 and needs a package.
+        "dsa_indexer_rotate_activation": False,
+        # Of the LayerNorm of keys, in transformers and in engines whatever rms_norm_eps says.
+        "dsa_indexer_k_norm_epsilon": 1e-6,
     }
 
 

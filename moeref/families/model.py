@@ -49,6 +49,24 @@ class MLA:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """DeepSeek sparse attention (DSA): attention to the keys that an indexer, a small attention of its own, ranks best.
+
+    It keeps no gradient and is frozen in training. Sizes are its heads, their width, and the keys of a query.
+    """
+
+    heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool  # rope turns neighbouring channels, not a channel of each half
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The sizes that `HFPattern.dims` names."""
+        return {"index_q": self.heads * self.head_dim, "index_k": self.head_dim, "index_heads": self.heads}
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatedDeltaNet:
     """Gated delta nets in place of attention: layers, heads, sizes per head, kernel size of the convolution."""
 
@@ -117,6 +135,7 @@ class Model:
     rotary_percent: float = 1.0
     yarn: Yarn | None = None  # of grouped-query attention; MLA has its own
     mla: MLA | None = None  # None: grouped-query attention
+    indexer: Indexer | None = None  # None: every query attends to all keys before it
     gated_delta_net: GatedDeltaNet | None = None  # None: attention in every layer
     output_gate: bool = False  # half of the query projection gates the output of attention
     shared_gate: bool = False  # one number a token gates the output of the shared experts
@@ -169,6 +188,7 @@ class Model:
             "q_rank": self.mla.q_rank,
             "kv_rank": self.mla.kv_rank,
             "kv_rank+rope": self.mla.kv_rank + self.mla.rope,
+            **(self.indexer.dims if self.indexer else {}),
         }
 
     @functools.cached_property

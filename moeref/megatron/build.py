@@ -23,7 +23,7 @@ from moeref.bridge import ShardMap, padded_vocab
 from moeref.config import ConfigError, EffectiveSettings, Setting, read_back
 from moeref.config.settings import ATTRIBUTES
 from moeref.dispatcher.setup import minor_version
-from moeref.megatron import dispatch, gated_delta_net, groups, precision, seeding, te_layers
+from moeref.megatron import dispatch, gated_delta_net, groups, precision, seeding, sparse_attention, te_layers
 from moeref.megatron.device import checked as checked_device
 from moeref.megatron.expert_bias_patch import patch_expert_biases
 from moeref.megatron.grouped_names import with_grouped_names
@@ -162,6 +162,8 @@ def _chunk(
     _mark_experts(chunk, whole=layout.etp == 1)
     if model.sinks:
         _mark_sinks(chunk)
+    if model.indexer and not config.dsa_indexer_loss_coeff:
+        sparse_attention.freeze_indexers(chunk)
     if model.linear_bias:
         patch_expert_biases(chunk)
     by_name = record.kernels == "torch" and record.names.experts == "grouped"
@@ -188,7 +190,7 @@ def _specs(shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, ker
         return block, te_layers.mtp_spec(config, moe=moe[-1], mla=mla, vp_stage=vp_stage) if with_mtp else None
     fused = shard_map.names.norms == "fused"
     norm = ZeroCenteredNorm if model.zero_centered else TorchNorm
-    kind: dict[str, Any] = {"mla": model.mla is not None, "fused": fused, "norm": norm}
+    kind: dict[str, Any] = {"mla": model.mla is not None, "fused": fused, "norm": norm, "dsa": model.indexer is not None}
     block.layer_norm = norm
     block.layer_specs = [
         layer_spec(local, moe=moe[i], **kind) for i, local in zip(layers, block.layer_specs, strict=True)

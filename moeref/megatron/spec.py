@@ -21,7 +21,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from moeref.megatron import norms
+from moeref.megatron import norms, sparse_attention
 from moeref.megatron.attention import CausalAttention, GroupedQueryAttention, LatentAttention
 from moeref.megatron.marks import mark_sequence_parallel
 
@@ -54,7 +54,7 @@ class _FusedNorms(LocalSpecProvider):  # type: ignore[misc]
         return LayerNormColumnParallelLinear
 
 
-def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool, norm: type) -> ModuleSpec:
+def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool, norm: type, dsa: bool) -> ModuleSpec:
     """A layer of megatron-core's local spec with MLA in plain torch and, if `fused`, norms inside the linears that
     follow them.
 
@@ -63,7 +63,10 @@ def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool, norm: ty
     """
     local = norms.in_layer(local, norm)
     layer = local.submodules
-    attention = (_latent if mla else _grouped_query)(layer.self_attention, fused)
+    attention = (_latent if mla else _grouped_query)(layer.self_attention, fused and not dsa)
+    if dsa:  # its indexer reads normalised latents, so their norms stay apart
+        parts = replace(attention.submodules, core_attention=sparse_attention.core_attention())
+        attention = replace(attention, submodules=parts)
     layer = replace(layer, self_attention=attention)
     if fused and not mla:
         layer = replace(layer, input_layernorm=IdentityOp)
@@ -90,7 +93,9 @@ def _latent(local: ModuleSpec, fused: bool) -> ModuleSpec:
     return replace(local, module=LatentAttention, submodules=parts)
 
 
-def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, norm: type, vp_stage: int | None) -> Any:
+def mtp_spec(
+    config: Any, *, moe: bool, mla: bool, fused: bool, norm: type, dsa: bool, vp_stage: int | None
+) -> Any:
     """The spec of a block of MTP layers, each with a `layer_spec` inside."""
     local = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,
@@ -98,7 +103,7 @@ def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, norm: type, vp_s
         multi_latent_attention=mla,
         normalization="RMSNorm",
     )
-    inner = layer_spec(local, moe=moe, mla=mla, fused=fused, norm=norm)
+    inner = layer_spec(local, moe=moe, mla=mla, fused=fused, norm=norm, dsa=dsa)
     return norms.in_mtp(get_gpt_mtp_block_spec(config, inner, use_transformer_engine=False, vp_stage=vp_stage), norm)
 
 

@@ -50,6 +50,7 @@ from moeref_conformance.judges.observed_routes import (
 from moeref_conformance.oracles import policy
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 from moeref_conformance.oracles.routed import apart
+from moeref_conformance.oracles.shares import is_trained
 
 LIMIT = 1e-4
 #: In bf16, of one parameter: how many times as far from fp32 it may be as transformers' own tensors of its kind.
@@ -263,13 +264,23 @@ def _compared(case: Case, step: str, phases: Mapping[str, Have], compare: Compar
     return outcome(findings, met=within(case, worst.far, worst.limit))
 
 
-def _missing(case: Case, record: RankRecord, have: Have, phase: str) -> list[Finding]:
-    """Parameters without a gradient."""
+def _missing(case: Case, placed: Placement, record: RankRecord, have: Have, phase: str) -> list[Finding]:
+    """Parameters without a gradient, of those that gradients reach."""
     return [
         finding(case, record.rank, phase, f"no gradient of {item['local']}", local_name=item["local"])
         for item in record.value("inventory")
-        if item["kind"] == "parameter" and f"{item['chunk']}:{item['local']}" not in have
+        if item["kind"] == "parameter"
+        and f"{item['chunk']}:{item['local']}" not in have
+        and not _is_unreached(placed, record.rank, item)
     ]
+
+
+def _is_unreached(placed: Placement, rank: int, item: Mapping[str, Any]) -> bool:
+    try:
+        held = placed.shard(rank, item["chunk"], item["local"], item["shape"])
+    except Unknown:
+        return False
+    return not all(map(is_trained, held.hf))
 
 
 Pair = tuple[str, ExpectedShard, torch.Tensor, torch.Tensor]
@@ -279,7 +290,7 @@ def _pairs(
     case: Case, placed: Placement, record: RankRecord, have: Have, phase: str
 ) -> tuple[list[Finding], list[Pair]]:
     """`chunk:local`, shard, wanted and given gradient without padded rows; and findings for those without a pair."""
-    findings, pairs = _missing(case, record, have, phase), list[Pair]()
+    findings, pairs = _missing(case, placed, record, have, phase), list[Pair]()
     buffers = {f"{item['chunk']}:{item['local']}" for item in record.value("inventory") if item["kind"] == "buffer"}
     for key, got in sorted(have.items()):
         chunk, _, local = key.partition(":")

@@ -20,6 +20,7 @@ from moeref_conformance.judges.observed_routes import native_gradients
 from moeref_conformance.oracles import optimizer
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, hf_numbers
 from moeref_conformance.oracles.published import COPIES
+from moeref_conformance.oracles.shares import is_trained
 
 #: Of the largest gradient of a tensor. Smaller ones may have another sign: they are right within 1e-4 of it (GRD-001).
 TELLING = 1e-3
@@ -162,12 +163,14 @@ def by_formula(
 ) -> tuple[list[Finding], float]:
     """The finding of a parameter, if there is one, and its distance from what is right, relative to the rate.
 
-    That of the last of `steps`, by their gradients. A parameter of one dimension may decay or not.
+    That of the last of `steps`, by their gradients. A parameter of one dimension may decay or not, and one that no
+    gradient reaches does not: torch's optimizers leave it out.
     """
     way = way_of(case, record.rank, of, steps, settings)
     held = of.after[STILL].double()[: of.held.rows]
     added = of.after[MOVED].double()[: of.held.rows] - held
     decays = (settings.decay, 0.0) if held.dim() == 1 else (settings.decay,)
+    decays = decays if all(map(is_trained, of.held.hf)) else (0.0,)
     tried = [(decay, added + decay * OPTIMIZER_RATE * held) for decay in decays]
     decay, moved = min(tried, key=lambda one: int(_wrong(one[1], way).sum()))
     wrong, right = _wrong(moved, way), way.adds[-1]

@@ -233,6 +233,8 @@ class Placement:
 def _tables(config: Mapping[str, Any], names: Collection[str]) -> tuple[Table, Table]:
     """The tables of a layer and of an expert; names of the checkpoint tell what it is of."""
     layer = {**shares.LAYER, **(shares.LATENT if config.get("kv_lora_rank") else shares.ATTENTION)}
+    if any(".self_attn.indexer." in name for name in names):
+        layer |= shares.INDEXER
     if any(".linear_attn." in name for name in names):
         layer |= hybrid.LAYER
     if any(name.endswith(".linear_attn.in_proj_qkv.weight") for name in names):

@@ -208,9 +208,25 @@ def _of_every_layer(config: Any, attention: set[str], rows: Callable[..., int | 
         values["linear_attention_freq"] = [int(kind == "linear_attention") for kind in kinds]
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         values |= {f"linear_{name}": int(getattr(config, f"linear_{name}")) for name in names}
+    elif "indexer.wk.weight" in attention:
+        values |= _sparse(config)
     else:
         values["experimental_attention_variant"] = None
     return values
+
+
+def _sparse(config: Any) -> dict[str, Any]:
+    """DeepSeek sparse attention as transformers' indexer computes it, whose norm and rope no config changes."""
+    return {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": int(config.index_n_heads),
+        "dsa_indexer_head_dim": int(config.index_head_dim),
+        "dsa_indexer_topk": int(config.index_topk),
+        "dsa_indexer_k_norm_epsilon": 1e-6,
+        "dsa_indexer_rope_interleaved": False,
+        "dsa_indexer_scoring_relu": True,
+        "dsa_indexer_topk_freq": 1,
+    }
 
 
 def _computing(config: Any, rows_of_q: int | None) -> dict[str, Any]:

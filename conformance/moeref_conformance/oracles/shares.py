@@ -124,6 +124,27 @@ LATENT = each(
     ("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
     ("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
 )
+#: The indexer of sparse attention.
+INDEXER = each(
+    whole,
+    *(
+        (f"self_attention.core_attention.indexer.{local}", f"self_attn.indexer.{hf}")
+        for local, hf in {
+            "linear_wq_b.weight": "wq_b.weight",
+            "linear_wk.weight": "wk.weight",
+            "k_norm.weight": "k_norm.weight",
+            "k_norm.bias": "k_norm.bias",
+            "linear_weights_proj.weight": "weights_proj.weight",
+        }.items()
+    ),
+)
+
+
+def is_trained(hf_name: str) -> bool:
+    """Whether gradients reach a Hugging Face tensor: they do not reach an indexer, of which only the order counts."""
+    return ".self_attn.indexer." not in hf_name
+
+
 #: Around the transformer layer of a multi-token prediction layer.
 AROUND_MTP = each(
     whole,

@@ -9,7 +9,7 @@ megatron-core's unless another project is named.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ _DISPATCHER, _BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backen
 _SCORES, _BIAS = "moe_router_score_function", "moe_router_enable_expert_bias"
 _TOPK, _PRE, _COEFFICIENT = "moe_router_topk", "moe_router_pre_softmax", "moe_aux_loss_coeff"
 _GROUPED, _P2P, _CP_KIND = "moe_grouped_gemm", "overlap_p2p_comm", "cp_comm_type"
+_VARIANT = "experimental_attention_variant"
 _CP_SIZES, _CP_KINDS = "hierarchical_context_parallel_sizes", ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
@@ -54,6 +55,10 @@ def _cp_kinds(now: Effective) -> set[str]:
         return set()
     kinds: Any = now[_CP_KIND] or "p2p"
     return set(kinds if isinstance(kinds, list) else [kinds])
+
+
+def _dsa(now: Effective) -> bool:
+    return bool(now[_VARIANT] == "dsa")
 
 
 def _ill_sized(now: Effective) -> bool:
@@ -149,12 +154,36 @@ RULES: tuple[Rule, ...] = (
         and now.layout.tp > (now["num_query_groups"] or now.layout.tp),
     ),
     Rule(
-        "gated-delta-under-cp-from-0.19", "run", ("experimental_attention_variant", "core"),
+        "gated-delta-under-cp-from-0.19", "run", (_VARIANT, "core"),
         "every CP rank would take its part of a sequence for a whole one",
         "give cp=1, or use megatron-core 0.19", "a TODO in GatedDeltaNet of 0.16",
         lambda now: now["core"] == "0.16"
-        and now["experimental_attention_variant"] == "gated_delta_net"
+        and now[_VARIANT] == "gated_delta_net"
         and now.layout.cp > 1,
+    ),
+    Rule(
+        "dsa-from-0.19", "run", (_VARIANT, "core"),
+        "its indexer has no epsilon of its own and needs fast_hadamard_transform",
+        "use megatron-core 0.19", "DSAIndexer of 0.16",
+        lambda now: now["core"] == "0.16" and _dsa(now),
+    ),
+    Rule(
+        "dsa-in-plain-torch", "run", (_VARIANT, "kernels"),
+        "moeref builds sparse attention of plain torch only",
+        "give kernels='torch'", "DSAttention, whose fused kernels have packages of their own",
+        lambda now: _dsa(now) and now["kernels"] == "te",
+    ),
+    Rule(
+        "dsa-under-cp-by-all-gather", "run", (_VARIANT, _CP_KIND),
+        "sparse attention gathers keys under context parallelism, and takes nothing else",
+        f"drop {_CP_KIND}", "TransformerConfig.__post_init__: AssertionError",
+        lambda now: _dsa(now) and now.layout.cp > 1 and now[_CP_KIND] not in ("all_gather", "allgather"),
+    ),
+    Rule(
+        "dsa-without-rope-fusion", "run", (_VARIANT, "apply_rope_fusion"),
+        "sparse attention does not take it",
+        "drop apply_rope_fusion", "TransformerConfig.__post_init__: AssertionError",
+        lambda now: _dsa(now) and now["apply_rope_fusion"],
     ),
     Rule(
         "te-sinks-under-cp-by-a2a", "run", ("softmax_type", _CP_KIND),
@@ -259,7 +288,18 @@ LAYOUT_RULES: tuple[LayoutRule, ...] = (
         and layout.cp > 1
         and model.gated_delta_net.key_heads % (layout.tp * layout.cp) != 0,
     ),
+    LayoutRule(
+        "stages-begin-with-an-indexer",
+        "a layer without an indexer takes the keys of one before it, which is in another stage",
+        "cut the layers so that each virtual stage begins with a layer that has an indexer",
+        "DSAttention.forward: RuntimeError",
+        lambda model, layout: model.indexer is not None and _begins_without(model.indexer.layers, model, layout),
+    ),
 )  # fmt: skip
+
+
+def _begins_without(has: Sequence[bool], model: Model, layout: Layout) -> bool:
+    return any(layers and not has[layers[0]] for layers in layout.stages(model.num_layers, mtp=model.mtp_layers).layers.values())
 
 
 def check_layout(model: Model, layout: Layout) -> None:

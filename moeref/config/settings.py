@@ -145,7 +145,10 @@ def _delta_settings(delta: GatedDeltaNet) -> dict[str, Any]:
 
 
 def _indexer_settings(indexer: Indexer) -> dict[str, Any]:
+    every, first = indexer.shared or (1, 1)
+    sharing = {"dsa_indexer_topk_freq": every, "dsa_indexer_skip_topk_offset": first} if every > 1 else {}
     return {
+        **sharing,
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": indexer.heads,
         "dsa_indexer_head_dim": indexer.head_dim,

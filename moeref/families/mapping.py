@@ -12,7 +12,7 @@ from typing import Literal
 from moeref.families.model import Model
 
 Sharding = Literal["replicate", "vocab", "column", "row", "qkv", "gate_up", "gated_qkv", "gdn_in_proj", "gdn_conv1d"]
-Where = Literal["first", "last", "layer", "dense", "moe", "attention", "gated_delta_net", "mtp"]
+Where = Literal["first", "last", "layer", "dense", "moe", "attention", "gated_delta_net", "indexer", "mtp"]
 #: Hugging Face files have tensors of each expert; or one of all experts of a layer; or the latter of the decoder's
 #: layers alone, and the former of MTP layers, as Qwen3.5 has (miles' plugin for mbridge; Qwen3.6 has one of all there).
 ExpertFormat = Literal["per_expert", "fused", "fused_decoder"]
@@ -66,6 +66,8 @@ class ParamMapping:
         if self.where in ("dense", "moe"):
             # An MTP layer is of the kind of the last decoder layer, both in megatron-core and in the files.
             return model.moe_layers[min(layer, model.num_layers - 1)] == (self.where == "moe")
+        if self.where == "indexer":  # MTP layers have one each
+            return model.indexer is not None and (layer >= model.num_layers or model.indexer.layers[layer])
         if self.where in ("attention", "gated_delta_net"):
             net = model.gated_delta_net
             is_net = net is not None and layer < model.num_layers and net.layers[layer]

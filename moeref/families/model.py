@@ -52,13 +52,28 @@ class MLA:
 class Indexer:
     """DeepSeek sparse attention (DSA): attention to the keys that an indexer, a small attention of its own, ranks best.
 
-    It keeps no gradient and is frozen in training. Sizes are its heads, their width, and the keys of a query.
+    No gradient reaches it, so it is frozen in training. Sizes are its heads, their width, and the keys of a query.
     """
 
+    layers: tuple[bool, ...]  # by global layer; False attends to the keys that the last layer with an indexer chose
     heads: int
     head_dim: int
     top_k: int
     interleaved: bool  # rope turns neighbouring channels, not a channel of each half
+
+    @functools.cached_property
+    def shared(self) -> tuple[int, int] | None:
+        """(how often a layer has an indexer, which layer, from 1, is the first of the period); None without a period.
+
+        megatron-core's numbers: the layers up to that one have an indexer, and of those after it every so many-th.
+        """
+        layers = self.layers
+
+        def are(every: int, first: int) -> bool:
+            return layers == tuple(max(i + 1 - first, 0) % every == 0 for i in range(len(layers)))
+
+        pairs = ((every, first) for every in range(1, len(layers) + 1) for first in range(1, len(layers) + 1))
+        return next((pair for pair in pairs if are(*pair)), None)
 
     @property
     def dims(self) -> dict[str, int]:

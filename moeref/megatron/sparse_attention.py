@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from moeref.config import ConfigError
 from moeref.megatron.attention import ReplicatedLinear
 
 _INDEXER = ".core_attention.indexer."
@@ -30,14 +32,35 @@ class _LayerNorm(torch.nn.LayerNorm):
         super().__init__(hidden_size, eps=eps)
 
 
+class SparseAttention(dsa.DSAttention):  # type: ignore[misc]
+    """DSAttention that refuses to share keys where a layer is computed again."""
+
+    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> torch.Tensor:
+        """As DSAttention. Raises ConfigError where a layer would take the keys that a later microbatch has chosen.
+
+        Without packing and a mask, megatron-core keeps the chosen keys of a microbatch in the config.
+        """
+        kept = kwargs.get("packed_seq_params") is None and attention_mask is None
+        if self.index_share and kept and self.training and _is_recomputed(self.config):
+            raise ConfigError(
+                f"recompute_granularity={self.config.recompute_granularity!r} with layers that share their keys: a layer "
+                "that is computed again would take the keys of a later microbatch; give packed samples, or do not "
+                "recompute attention"
+            )
+        out: torch.Tensor = super().forward(query, key, value, attention_mask, **kwargs)
+        return out
+
+
+def _is_recomputed(config: Any) -> bool:
+    granularity = config.recompute_granularity
+    return granularity == "full" or (granularity == "selective" and "core_attn" in config.recompute_modules)
+
+
 def core_attention() -> ModuleSpec:
     """The spec of attention to the keys that an indexer chooses."""
-    # Version 0.16 has an older one with other constructors; the table of rules refuses it.
-    from megatron.core.transformer.experimental_attention_variant import dsa
-
     parts = {name: _Linear for name in ("linear_wq_b", "linear_wk", "linear_weights_proj")}
     indexer = ModuleSpec(module=dsa.DSAIndexer, submodules=dsa.DSAIndexerSubmodules(**parts, k_norm=_LayerNorm))
-    return ModuleSpec(module=dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer=indexer))
+    return ModuleSpec(module=SparseAttention, submodules=dsa.DSAttentionSubmodules(indexer=indexer))
 
 
 def freeze_indexers(chunk: torch.nn.Module) -> None:

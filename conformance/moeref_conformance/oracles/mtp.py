@@ -209,7 +209,7 @@ def _model(expected: Expected, layers: int) -> Any:
     folder = expected.inputs["checkpoint"]
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     decoder = config.num_hidden_layers
-    for name in ("layer_types", "mlp_layer_types"):  # of each layer
+    for name in ("layer_types", "mlp_layer_types", "indexer_types"):  # of each layer
         if kinds := getattr(config, name, None):
             setattr(config, name, [*kinds, *kinds[-1:] * (layers - len(kinds))])
     config.num_hidden_layers = layers

@@ -105,11 +105,13 @@ _FUSED: dict[str, dict[str, Any]] = {
 
 
 #: What layers without full attention have, by families whose config names the kind of each layer.
-_OTHER_KIND = {"gpt_oss": "sliding_attention", "qwen3_5_moe_text": "linear_attention"}
+_OTHER_KIND = {"gpt_oss": "sliding_attention", "qwen3_5_moe_text": "linear_attention", "glm_moe_dsa": "shared"}
 
 
 def _kinds(cell: Cell) -> dict[str, Any]:
     """The kinds of layers: full attention in those of 1, 2, 5, 6, …, so that no period gives them."""
+    if cell.family == "glm_moe_dsa":  # every second layer attends to the keys of the one before
+        return {"indexer_types": ["shared" if layer % 2 else "full" for layer in range(cell.layers)]}
     full = [layer % 4 in (1, 2) for layer in range(cell.layers)]
     return {"layer_types": ["full_attention" if one else _OTHER_KIND[cell.family] for one in full]}
 

@@ -217,6 +217,8 @@ def _of_every_layer(config: Any, attention: set[str], rows: Callable[..., int | 
 
 def _sparse(config: Any) -> dict[str, Any]:
     """DeepSeek sparse attention as transformers' indexer computes it, whose norm and rope no config changes."""
+    has = [kind == "full" for kind in config.indexer_types]
+    every = has.index(True, 1) if not all(has) else 1  # the kit's are each second one, from the first on
     return {
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": int(config.index_n_heads),
@@ -225,7 +227,7 @@ def _sparse(config: Any) -> dict[str, Any]:
         "dsa_indexer_k_norm_epsilon": 1e-6,
         "dsa_indexer_rope_interleaved": False,
         "dsa_indexer_scoring_relu": True,
-        "dsa_indexer_topk_freq": 1,
+        "dsa_indexer_topk_freq": every,
     }
 
 

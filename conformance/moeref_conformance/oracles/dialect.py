@@ -15,7 +15,7 @@ import torch
 #: Keys that no published config of any family has: transformers 5 works them out, or names itself.
 _WORKED_OUT = ("mlp_layer_types", "qk_head_dim", "rope_interleave", "transformers_version")
 #: Families that were published when transformers 5 was.
-_SINCE_5 = ("glm4_moe_lite", "qwen3_5_moe_text")
+_SINCE_5 = ("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "qwen3_5_moe_text")
 
 
 def of_5() -> bool:

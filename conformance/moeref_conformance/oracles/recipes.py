@@ -49,6 +49,13 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 6,
     "n_routed_experts": 16,
 }
+#: Each query attends to 7 keys. Of 8 heads of an indexer all are seldom below zero at once, where scores are equal.
+_SPARSE: dict[str, Any] = {
+    "index_topk": 7,
+    "index_head_dim": 12,
+    "index_n_heads": 8,
+    "num_experts": 16,  # published configs leave it out, and transformers has 256
+}
 
 #: Gated delta nets, gated attention and a gated shared expert.
 _HYBRID: dict[str, Any] = {
@@ -235,21 +242,18 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.6,
         "rope_parameters": _rotary(1_000_000.0),
     },
-    # Each query attends to 7 keys. Of 8 heads of the indexer all are seldom below zero at once, where scores are equal.
     "glm_moe_dsa": {
         **_LATENT,
+        **_SPARSE,
         "first_k_dense_replace": 1,
         "n_shared_experts": 1,
         "n_group": 1,
         "topk_group": 1,
         "routed_scaling_factor": 1.9,
-        "num_experts": 16,  # a default of 256 in transformers, which published configs leave out
-        "index_topk": 7,
-        "index_head_dim": 12,
-        "index_n_heads": 8,
         "rope_parameters": _rotary(4_000.0),
     },
 }
+_FAMILY["deepseek_v32"] = {**_FAMILY["deepseek_v3"], **_SPARSE}
 #: Keys of `_COMMON` that a family's config does not have.
 _ABSENT = {
     "mixtral": ("moe_intermediate_size", "norm_topk_prob"),
@@ -266,6 +270,7 @@ _CLASSES = {
     "deepseek_v3": "DeepseekV3",
     "glm4_moe_lite": "Glm4MoeLite",
     "glm_moe_dsa": "GlmMoeDsa",
+    "deepseek_v32": "DeepseekV32",
     "qwen3_next": "Qwen3Next",
     "qwen3_5_moe_text": "Qwen3_5MoeText",
     "gpt_oss": "GptOss",
@@ -273,7 +278,7 @@ _CLASSES = {
 
 
 #: Tokens of a sequence by family. Sequence parallelism cuts them into TP parts, CP into 2·CP.
-_LENGTH = {"mixtral": 24, "deepseek_v3": 24, "gpt_oss": 20}
+_LENGTH = {"mixtral": 24, "deepseek_v3": 24, "deepseek_v32": 24, "gpt_oss": 20}
 #: Of two sequences in a microbatch, where a gated delta net computes chunks of 64 tokens: a state goes on into a second
 #: chunk, which is no whole one.
 _OF_DELTA_NETS = 144

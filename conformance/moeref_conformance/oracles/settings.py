@@ -217,7 +217,7 @@ def _of_every_layer(config: Any, attention: set[str], rows: Callable[..., int | 
 
 def _sparse(config: Any) -> dict[str, Any]:
     """DeepSeek sparse attention as transformers' indexer computes it, whose norm and rope no config changes."""
-    has = [kind == "full" for kind in config.indexer_types]
+    has = [kind == "full" for kind in getattr(config, "indexer_types", None) or ["full"]]
     every = has.index(True, 1) if not all(has) else 1  # the kit's are each second one, from the first on
     return {
         "experimental_attention_variant": "dsa",

@@ -85,12 +85,13 @@ def _found(package: str) -> tuple[Path | None, Path | None]:
 
 def lacks_transformers(cell: Cell) -> str:
     """Why the transformers here, of which the expected model is made, has none of the cell; empty if it has."""
-    if cell.expert_format == "per_expert" and cell.family != "glm4_moe_lite":
+    of_5 = cell.family in ("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+    if cell.expert_format == "per_expert" and not of_5:
         return ""
     version = _version("transformers")
     if not version or _numbers(version) >= (5,):
         return ""
-    what = cell.family if cell.family == "glm4_moe_lite" else "fused experts"
+    what = cell.family if of_5 else "fused experts"
     return f"needs {what} of transformers 5; here is {version}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moeref.families import deepseek_v3
-from moeref.families.mla import read_mla
+from moeref.families.mla import listed_layers, read_mla
 from moeref.families.model import FamilyError, Model
 from moeref.families.reading import require
 
@@ -17,11 +17,8 @@ MAPPINGS = deepseek_v3.MAPPINGS
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:
     """A GLM-4.7-Flash `config.json` as a `Model`; the published one gives `first_k_dense_replace`."""
-    layers, prefix = require(hf, NAME, "num_hidden_layers"), require(hf, NAME, "first_k_dense_replace", default=1)
+    prefix = require(hf, NAME, "first_k_dense_replace", default=1)
     if prefix != 1 and not hf.get("mlp_layer_types"):
         # transformers 5 reads `mlp_layer_types` alone, and without it makes one layer dense whatever the prefix says.
         raise FamilyError(f"{NAME}: first_k_dense_replace={prefix} is read differently elsewhere; give mlp_layer_types")
-    kinds = hf.get("mlp_layer_types") or ["dense" if i < prefix else "sparse" for i in range(layers)]
-    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
-        raise FamilyError(f"{NAME}: mlp_layer_types must say dense or sparse for each of {layers} layers, not {kinds}")
-    return read_mla(hf, NAME, dtype, tuple(kind == "sparse" for kind in kinds))
+    return read_mla(hf, NAME, dtype, listed_layers(hf, NAME, prefix))

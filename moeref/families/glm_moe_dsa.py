@@ -8,6 +8,7 @@ from typing import Any
 
 from moeref.families import glm4_moe_lite
 from moeref.families.indexer import read_indexer, with_indexers
+from moeref.families.mla import listed_layers, read_mla
 from moeref.families.model import Model
 from moeref.families.reading import require
 
@@ -17,8 +18,5 @@ MAPPINGS = with_indexers(glm4_moe_lite.MAPPINGS)
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:
     """A GLM-5 `config.json` as a `Model`; it has three dense layers if it does not say how many."""
-    layers = require(hf, NAME, "num_hidden_layers")
-    prefix = require(hf, NAME, "first_k_dense_replace", default=3)
-    kinds = hf.get("mlp_layer_types") or ["dense" if i < prefix else "sparse" for i in range(layers)]
-    lite = glm4_moe_lite.read({**hf, "mlp_layer_types": kinds}, dtype)
-    return replace(lite, family=NAME, indexer=read_indexer(hf, NAME))
+    moe_layers = listed_layers(hf, NAME, require(hf, NAME, "first_k_dense_replace", default=3))
+    return replace(read_mla(hf, NAME, dtype, moe_layers), indexer=read_indexer(hf, NAME))

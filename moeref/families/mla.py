@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moeref.families.model import MLA, Model
+from moeref.families.model import MLA, FamilyError, Model
 from moeref.families.reading import check_switches, decoder, require, sigmoid_experts
 from moeref.families.yarn import read_rope
 
@@ -18,6 +18,15 @@ _SWITCHES = {
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
 }
+
+
+def listed_layers(hf: Mapping[str, Any], name: str, prefix: int) -> tuple[bool, ...]:
+    """Whether each layer has experts, from `mlp_layer_types`; without it, all but the first `prefix` have."""
+    layers = require(hf, name, "num_hidden_layers")
+    kinds = hf.get("mlp_layer_types") or ["dense" if i < prefix else "sparse" for i in range(layers)]
+    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        raise FamilyError(f"{name}: mlp_layer_types must say dense or sparse for each of {layers} layers, not {kinds}")
+    return tuple(kind == "sparse" for kind in kinds)
 
 
 def read_mla(hf: Mapping[str, Any], name: str, dtype: str, moe_layers: tuple[bool, ...]) -> Model:

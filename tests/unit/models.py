@@ -42,6 +42,7 @@ LATENT: dict[str, Any] = {
     "n_routed_experts": 16,
     "n_shared_experts": 1,
 }
+INDEXER: dict[str, Any] = {"index_n_heads": 3, "index_head_dim": 12, "index_topk": 7}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**SIZES, "model_type": "qwen3_moe", "num_experts": 16, "norm_topk_prob": True},
     "mixtral": {
@@ -69,6 +70,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "rope_parameters": YARN,
     },
+    "deepseek_v32": {
+        **LATENT,
+        **INDEXER,
+        "model_type": "deepseek_v32",
+        "first_k_dense_replace": 2,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": YARN,
+    },
     "gpt_oss": {
         **{k: v for k, v in SIZES.items() if k != "moe_intermediate_size"},
         "model_type": "gpt_oss",
@@ -80,6 +89,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "glm4_moe_lite": {**LATENT, "model_type": "glm4_moe_lite", "routed_scaling_factor": 1.8},
+    "glm_moe_dsa": {
+        **LATENT,
+        **INDEXER,
+        "model_type": "glm_moe_dsa",
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.9,
+        "indexer_rope_interleave": True,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
     "qwen3_next": {
         **SIZES,
         "model_type": "qwen3_next",

@@ -48,6 +48,20 @@ def test_a_published_model_has_the_tensors_of_its_files(name: str) -> None:
     assert len({t.name for t in tensors}) == len(tensors)
 
 
+def test_indexers_are_the_rest_of_sparse_models() -> None:
+    """README of GLM-5: 744B parameters. Indexers are in 21 of GLM-5.2's 78 layers."""
+
+    def count(name: str) -> int:
+        model = families.read(families.known(name)).with_mtp(0)
+        return sum(prod(t.shape) for t in Plan(ShardMap(model, Layout())).tensors)
+
+    each = 32 * 128 * 2048 + 128 * 6144 + 2 * 128 + 32 * 6144
+    assert count("glm-5") == 743_911_218_432
+    assert count("glm-5") - count("glm-5.2") == (78 - 21) * each
+    of_61 = 61 * (64 * 128 * 1536 + 128 * 7168 + 2 * 128 + 64 * 7168)
+    assert count("deepseek-v3.2") - count("deepseek-v3") == of_61
+
+
 def test_qwen3_next_has_the_rest_of_its_files_in_an_mtp_layer() -> None:
     tensors = Plan(ShardMap(families.read(families.known("qwen3-next-80b-a3b")).with_mtp(1), Layout())).tensors
     assert sum(prod(t.shape) for t in tensors) == 81_324_862_720

@@ -11,7 +11,7 @@ import pytest
 
 from moeref import families
 from moeref.families import FamilyError, Model, SpecNames
-from moeref.families.model import MLA, GatedDeltaNet, Window, Yarn
+from moeref.families.model import MLA, GatedDeltaNet, Indexer, Window, Yarn
 from tests.unit.models import CONFIGS, model
 
 pytestmark = pytest.mark.cpu
@@ -43,6 +43,7 @@ SIGMOID: dict[str, Any] = {
 }
 YARN = Yarn(factor=4.0, original_positions=16, beta_fast=32.0, beta_slow=1.0, mscale=0.8, mscale_all_dim=1.0)
 SIZES_OF_LATENTS: dict[str, int] = {"q_rank": 26, "kv_rank": 20, "nope": 10, "rope": 8, "v": 6}
+SIZES_OF_INDEXERS: dict[str, int] = {"heads": 3, "head_dim": 12, "top_k": 7}
 ONE_DENSE = (False, True, True, True)
 DELTA: dict[str, Any] = {"key_heads": 8, "value_heads": 16, "key_dim": 5, "value_dim": 10, "kernel": 4}
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -74,6 +75,24 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "moe_layers": ONE_DENSE,
         "routed_scaling_factor": 1.8,
         "mla": MLA(**SIZES_OF_LATENTS, yarn=None),
+    },
+    "deepseek_v32": {
+        **SIGMOID,
+        "kv_groups": 16,
+        "head_dim": 6,
+        "moe_layers": (False, False, True, True),
+        "routed_scaling_factor": 2.5,
+        "mla": MLA(**SIZES_OF_LATENTS, yarn=YARN),
+        "indexer": Indexer(layers=(True,) * 4, **SIZES_OF_INDEXERS, interleaved=False),
+    },
+    "glm_moe_dsa": {
+        **SIGMOID,
+        "kv_groups": 16,
+        "head_dim": 6,
+        "moe_layers": ONE_DENSE,
+        "routed_scaling_factor": 1.9,
+        "mla": MLA(**SIZES_OF_LATENTS, yarn=None),
+        "indexer": Indexer(layers=(True, False) * 2, **SIZES_OF_INDEXERS, interleaved=True),
     },
     "gpt_oss": {
         **GROUPED,
@@ -194,6 +213,8 @@ SWITCHES: dict[str, dict[str, tuple[Any, Any]]] = {
     "glm4_moe": {"hidden_act": ("silu", "gelu"), "norm_topk_prob": (True, False)},
     "deepseek_v3": MLA_SWITCHES,
     "glm4_moe_lite": MLA_SWITCHES,
+    "deepseek_v32": MLA_SWITCHES,
+    "glm_moe_dsa": MLA_SWITCHES,
     "gpt_oss": {"hidden_act": ("silu", "gelu"), "attention_bias": (True, False), "swiglu_limit": (7.0, 5.0)},
     "qwen3_next": {
         "hidden_act": ("silu", "gelu"),
@@ -213,7 +234,7 @@ def test_switches(name: str, key: str) -> None:
 
 OPTIONAL = {"model_type", "dtype", "head_dim", "rope_parameters", "norm_topk_prob", "first_k_dense_replace", "n_group"}
 OPTIONAL |= {"attention_bias", "use_qk_norm", "n_shared_experts", "routed_scaling_factor", "q_lora_rank", "topk_group"}
-OPTIONAL |= {"mlp_only_layers", "full_attention_interval"}
+OPTIONAL |= {"mlp_only_layers", "full_attention_interval", "indexer_types", "indexer_rope_interleave"}
 # With latent attention a config may leave out its KV heads.
 HEADS = {"num_key_value_heads"}
 REQUIRED = [

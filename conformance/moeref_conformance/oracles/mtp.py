@@ -211,7 +211,8 @@ def _model(expected: Expected, layers: int) -> Any:
     decoder = config.num_hidden_layers
     for name in ("layer_types", "mlp_layer_types", "indexer_types"):  # of each layer
         if kinds := getattr(config, name, None):
-            setattr(config, name, [*kinds, *kinds[-1:] * (layers - len(kinds))])
+            after = "full" if name == "indexer_types" else kinds[-1]
+            setattr(config, name, [*kinds, *[after] * (layers - len(kinds))])
     config.num_hidden_layers = layers
     apart = config.model_type in mtp_names.APART
     renamed = {r"^mtp\.layers\.0\.": f"model.layers.{decoder}."} if apart else None

@@ -98,10 +98,11 @@ def _model(config: Mapping[str, Any]) -> Any:
 def mtp_layer(family: str, layers: int, number: int, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """One multi-token prediction layer, as it is published: a layer like the decoder's last, three norms, a
     projection of embedding and hidden state, and, but for those of `mtp_names.APART`, the embedding and the head once
-    more (COPIES)."""
+    more (COPIES). Where the last layer shares an indexer, this one has its own (ROCm/ATOM#1362)."""
     embedding, norm, head = (state[f"{n}.weight"] for n in ("model.embed_tokens", "model.norm", "lm_head"))
-    last = f"model.layers.{layers - 1}."
-    found = {name.removeprefix(last): tensor for name, tensor in state.items() if name.startswith(last)}
+    first, last = "model.layers.0.", f"model.layers.{layers - 1}."
+    found = {name.removeprefix(first): tensor for name, tensor in state.items() if f"{first}self_attn.indexer." in name}
+    found |= {name.removeprefix(last): tensor for name, tensor in state.items() if name.startswith(last)}
     found |= {f"{n}.weight": norm for n in ("enorm", "hnorm", "shared_head.norm")}
     found["eh_proj.weight"] = norm.new_empty(len(norm), 2 * len(norm))
     if family not in mtp_names.APART:

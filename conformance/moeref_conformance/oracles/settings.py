@@ -216,18 +216,22 @@ def _of_every_layer(config: Any, attention: set[str], rows: Callable[..., int | 
 
 
 def _sparse(config: Any) -> dict[str, Any]:
-    """DeepSeek sparse attention as transformers' indexer computes it, whose norm and rope no config changes."""
-    has = [kind == "full" for kind in getattr(config, "indexer_types", None) or ["full"]]
-    every = has.index(True, 1) if not all(has) else 1  # the kit's are each second one, from the first on
+    """DeepSeek sparse attention as transformers' indexer computes it; the epsilon of its norm is a constant.
+
+    transformers 5.12 turns halves, whatever `indexer_rope_interleave` says (transformers#46842); engines read it.
+    """
+    kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full"]
+    every = {"dsa_indexer_topk_freq": full[-1] - full[-2]} if len(full) > 1 else {}
     return {
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": int(config.index_n_heads),
         "dsa_indexer_head_dim": int(config.index_head_dim),
         "dsa_indexer_topk": int(config.index_topk),
         "dsa_indexer_k_norm_epsilon": 1e-6,
-        "dsa_indexer_rope_interleaved": False,
+        "dsa_indexer_rope_interleaved": bool(getattr(config, "indexer_rope_interleave", False)),
         "dsa_indexer_scoring_relu": True,
-        "dsa_indexer_topk_freq": every,
+        **every,
     }
 
 

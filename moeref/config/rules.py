@@ -162,18 +162,6 @@ RULES: tuple[Rule, ...] = (
         and now.layout.cp > 1,
     ),
     Rule(
-        "dsa-from-0.19", "run", (_VARIANT, "core"),
-        "its indexer has no epsilon of its own and needs fast_hadamard_transform",
-        "use megatron-core 0.19", "DSAIndexer of 0.16",
-        lambda now: now["core"] == "0.16" and _dsa(now),
-    ),
-    Rule(
-        "dsa-in-plain-torch", "run", (_VARIANT, "kernels"),
-        "moeref builds sparse attention of plain torch only",
-        "give kernels='torch'", "DSAttention, whose fused kernels have packages of their own",
-        lambda now: _dsa(now) and now["kernels"] == "te",
-    ),
-    Rule(
         "dsa-under-cp-by-all-gather", "run", (_VARIANT, _CP_KIND),
         "sparse attention gathers keys under context parallelism, and takes nothing else",
         f"drop {_CP_KIND}", "TransformerConfig.__post_init__: AssertionError",
@@ -299,7 +287,10 @@ LAYOUT_RULES: tuple[LayoutRule, ...] = (
 
 
 def _begins_without(has: Sequence[bool], model: Model, layout: Layout) -> bool:
-    return any(layers and not has[layers[0]] for layers in layout.stages(model.num_layers, mtp=model.mtp_layers).layers.values())
+    return any(
+        layers and not has[layers[0]]
+        for layers in layout.stages(model.num_layers, mtp=model.mtp_layers).layers.values()
+    )
 
 
 def check_layout(model: Model, layout: Layout) -> None:

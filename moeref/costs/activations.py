@@ -175,11 +175,12 @@ def in_flight(layout: Layout, pp: int, microbatches: int | None = None) -> float
 def activations(
     shape: Shape, stages: Stages, recompute: Recompute, microbatches: int | None = None
 ) -> dict[int, int] | None:
-    """The most bytes of activations on a rank of each pipeline rank. None for gated delta nets, which are not counted.
+    """The most bytes of activations on a rank of each pipeline rank. None for gated delta nets and for sparse
+    attention, which are not counted.
 
     microbatches: of one step, which is at most what a rank keeps.
     """
-    if shape.model.gated_delta_net is not None:
+    if shape.model.gated_delta_net is not None or shape.model.indexer is not None:
         return None
     found = {}
     for pp in range(shape.layout.pp):

@@ -41,14 +41,16 @@ class States:
 def states(shards: Iterable[LocalShard], layout: Layout, training: Training) -> States:
     """The bytes of a rank that holds these `shards`. The rank with the largest part of a buffer counts.
 
-    Not counted: buckets with overlap_grad_reduce (each is aligned on its own), FP8 parameters, offloading to the CPU.
+    Indexers are frozen: they have weights alone. Not counted: buckets with overlap_grad_reduce (each is aligned on its own), FP8 parameters, offloading to the CPU.
     """
     elements: Counter[tuple[int, bool, str]] = Counter()
     beside = 0
     for shard in shards:
         count, name = math.prod(shard.shape), shard.param.mapping.megatron
         copies = next((number for end, number in _NO_PARAMETERS.items() if name.endswith(end)), 0)
-        if copies:
+        if shard.param.mapping.where == "indexer":  # frozen
+            beside += DTYPES[shard.param.dtype].bytes * count
+        elif copies:
             beside += copies * 4 * count
         else:
             aligned = _up(count, _START) if training.trains and training.use_distributed_optimizer else count

@@ -23,7 +23,9 @@ MAPPINGS_OF_INDEXER = (
     _of_indexer(megatron=I + "linear_wk.weight", hf=H + "wk.weight", dims=("index_k", "hidden")),
     _of_indexer(megatron=I + "k_norm.weight", hf=H + "k_norm.weight", dims=("index_k",)),
     _of_indexer(megatron=I + "k_norm.bias", hf=H + "k_norm.bias", dims=("index_k",)),
-    _of_indexer(megatron=I + "linear_weights_proj.weight", hf=H + "weights_proj.weight", dims=("index_heads", "hidden")),
+    _of_indexer(
+        megatron=I + "linear_weights_proj.weight", hf=H + "weights_proj.weight", dims=("index_heads", "hidden")
+    ),
 )
 
 

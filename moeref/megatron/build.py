@@ -190,7 +190,12 @@ def _specs(shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, ker
         return block, te_layers.mtp_spec(config, moe=moe[-1], mla=mla, vp_stage=vp_stage) if with_mtp else None
     fused = shard_map.names.norms == "fused"
     norm = ZeroCenteredNorm if model.zero_centered else TorchNorm
-    kind: dict[str, Any] = {"mla": model.mla is not None, "fused": fused, "norm": norm, "dsa": model.indexer is not None}
+    kind: dict[str, Any] = {
+        "mla": model.mla is not None,
+        "fused": fused,
+        "norm": norm,
+        "dsa": model.indexer is not None,
+    }
     block.layer_norm = norm
     block.layer_specs = [
         layer_spec(local, moe=moe[i], **kind) for i, local in zip(layers, block.layer_specs, strict=True)

@@ -35,19 +35,19 @@ class _LayerNorm(torch.nn.LayerNorm):
 class SparseAttention(dsa.DSAttention):  # type: ignore[misc]
     """DSAttention that refuses to share keys where a layer is computed again."""
 
-    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> torch.Tensor:
-        """As DSAttention. Raises ConfigError where a layer would take the keys that a later microbatch has chosen.
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> torch.Tensor:
+        """As DSAttention. Raises ConfigError for a layer that would not find the keys of its microbatch again.
 
-        Without packing and a mask, megatron-core keeps the chosen keys of a microbatch in the config.
+        megatron-core keeps them in the packing of the microbatch, else in its mask, else in the config. A layer that is
+        computed again is given a copy of the mask, and in the config are the keys of a later microbatch.
         """
-        kept = kwargs.get("packed_seq_params") is None and attention_mask is None
-        if self.index_share and kept and self.training and _is_recomputed(self.config):
+        if self.index_share and packed_seq_params is None and self.training and _is_recomputed(self.config):
             raise ConfigError(
                 f"recompute_granularity={self.config.recompute_granularity!r} with layers that share their keys: a layer "
-                "that is computed again would take the keys of a later microbatch; give packed samples, or do not "
-                "recompute attention"
+                "that is computed again does not find those of its microbatch; give packed samples, or do not recompute "
+                "attention"
             )
-        out: torch.Tensor = super().forward(query, key, value, attention_mask, **kwargs)
+        out: torch.Tensor = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         return out
 
 

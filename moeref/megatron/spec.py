@@ -93,9 +93,7 @@ def _latent(local: ModuleSpec, fused: bool) -> ModuleSpec:
     return replace(local, module=LatentAttention, submodules=parts)
 
 
-def mtp_spec(
-    config: Any, *, moe: bool, mla: bool, fused: bool, norm: type, dsa: bool, vp_stage: int | None
-) -> Any:
+def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, norm: type, dsa: bool, vp_stage: int | None) -> Any:
     """The spec of a block of MTP layers, each with a `layer_spec` inside."""
     local = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,

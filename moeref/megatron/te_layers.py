@@ -39,7 +39,7 @@ def check(record: Record) -> None:
             f"{where}: the package transformer_engine cannot be imported; install transformer-engine[pytorch] for this "
             "torch and CUDA, or use kernels='torch'"
         )
-    problems = []
+    problems = ["sparse attention is built of plain torch only; use kernels='torch'"] if model.indexer else []
     needs = {"these layers": SINCE, **({"attention sinks": SINKS} if model.sinks else {})}
     if record.precision in precision.SINCE:
         needs[f"fp8_recipe={record.precision!r}"] = precision.SINCE[record.precision]

@@ -92,6 +92,26 @@ def test_gated_delta_nets_under_cp_work_where_megatron_computes_them() -> None:
         assert any(f"[{rule}]" in problem.text + problem.fix for problem in refused.problems)
 
 
+def test_sparse_attention_works_where_megatron_computes_it() -> None:
+    """Of GLM-5.2's 78 layers, counted from 0, the first three have an indexer, and then each fourth: 6, 10, …"""
+    uneven = "tp=8,pp=4,ep=32,etp=1,first=18,world=512"
+    for model in ("glm-5", "glm-5.2"):
+        assert check(model, uneven, verify=False).verdict == "works"
+    assert check("glm-5", "tp=8,pp=6,ep=32,etp=1,world=768", verify=False).verdict == "works"
+    for model, layout, core, asked, rule in (
+        ("glm-5.2", "tp=8,pp=6,ep=32,etp=1,world=768", "0.19", {}, "stages-begin-with-an-indexer"),
+        ("glm-5", "cp=2,ep=64", "0.19", {"cp_comm_type": "p2p"}, "dsa-under-cp-by-all-gather"),
+        ("deepseek-v3.2", "ep=64", "0.19", {"apply_rope_fusion": True}, "dsa-without-rope-fusion"),
+    ):
+        refused = check(model, layout, core=core, asked=MoEConfig(transformer_config_kwargs=asked), verify=False)
+        assert refused.verdict == "refused"
+        assert any(f"[{rule}]" in problem.text + problem.fix for problem in refused.problems), refused.problems
+    assert check("glm-5", "cp=2,ep=64", verify=False).verdict == "works"
+    older = check("glm-5", uneven, core="0.16", verify=False)
+    assert older.verdict == "refused"
+    assert "has no dsa_indexer_k_norm_epsilon, which glm_moe_dsa needs" in str(older.problems)
+
+
 @pytest.mark.parametrize(
     ("layout", "asked", "rule"),
     [

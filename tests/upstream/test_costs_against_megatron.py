@@ -34,6 +34,7 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
     ("glm4_moe", "pp=2,vpp=2,ep=2,world=16", {}, "bfloat16"),
     ("deepseek_v3", "tp=2,pp=2,ep=8,etp=1,world=64", {}, "bfloat16"),
     ("glm4_moe_lite", "ep=8,world=16", REPLICATED, "bfloat16"),
+    ("glm_moe_dsa", "tp=2,ep=2,etp=1,world=8", {}, "bfloat16"),
     ("gpt_oss", "tp=2,ep=2,etp=1,world=8", {}, "bfloat16"),
     ("qwen3_next", "tp=2,ep=4,etp=1,world=8", {}, "bfloat16"),
     ("mixtral", "tp=2,ep=1,etp=1,world=8", {}, "bfloat16"),
@@ -66,7 +67,8 @@ def builds(family: str, text: str) -> bool:
     refuses its wrong gradients where etp differs from tp at ep 1."""
     layout = Layout.parse(text)
     wrong = layout.ep == 1 and layout.etp != layout.tp
-    return not version("megatron-core").startswith("0.16.") or not (wrong or family in ("deepseek_v3", "glm4_moe_lite"))
+    latent = family in ("deepseek_v3", "glm4_moe_lite", "glm_moe_dsa")
+    return not version("megatron-core").startswith("0.16.") or not (wrong or latent)
 
 
 CASES = [case for case in CASES if builds(*case[:2])]

@@ -176,8 +176,8 @@ class Gradients(Protocol):
         self, tokens_BS: torch.Tensor, mask_BS: torch.Tensor | None = None
     ) -> Mapping[tuple[int, str], torch.Tensor]:
         """Gradients in fp32 of all parameters of this rank by (chunk, local name), after one training step's backward
-        pass and all reductions over ranks. There is no optimizer step, and the weights stay as they are. Not asked in
-        bf16.
+        pass and all reductions over ranks; those that none reaches, as indexers of sparse attention, may be left out.
+        There is no optimizer step, and the weights stay as they are. Not asked in bf16.
 
         Steps may follow each other. Each returns its own gradients alone. Between them the kit may change weights in
         place. They need not have the same number of microbatches, and layers of some are recomputed in the backward
@@ -256,8 +256,9 @@ class Optimizer(Protocol):
         `settings` are given to a target that claims `optimizer_settings`, in fp32 and in one more call, or in two if it
         claims `optimizer_saves`: the second optimizer is restored from a save of the first. They are adam_beta1,
         adam_beta2, adam_eps, weight_decay and clip_grad of megatron-core's OptimizerConfig. The decay is AdamW's: a
-        step takes `rate` · weight_decay · weight off each weight; parameters of one dimension may be left out. All
-        gradients are scaled alike, so that the norm of the whole model's is `clip_grad` at most.
+        step takes `rate` · weight_decay · weight off each weight; parameters of one dimension may be left out, and
+        those that no gradient reaches, as indexers of sparse attention, stay as they are. All gradients are scaled
+        alike, so that the norm of the whole model's is `clip_grad` at most.
 
         If the target claims `optimizer_skips`, there are two more calls without settings.
         """

@@ -34,6 +34,7 @@ from moeref_conformance.selftest.faults import (
     roles,
     routes,
     seeds,
+    sparse,
     static,
     steps,
     stream,
@@ -44,7 +45,7 @@ from moeref_conformance.selftest.faults.base import Fault
 MODULES = (
     *(names, loading, around, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream),
     *(mtp, masks, balancing, logprobs, policy, fp8_checkpoint),
-    *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, quantised),
+    *(roles, seeds, config, gpt_oss, hybrid, sparse, static, routes, capture, replay, dispatch, delta, quantised),
     *(optimizer, not_finite, adapters, sync),
 )
 FAULTS: dict[str, Fault] = {fault.id: fault for module in MODULES for fault in module.FAULTS}

@@ -39,7 +39,7 @@ def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
     settings |= {k: Setting(v, "hf") for k, v in _hf_settings(model).items()}
     settings |= {k: Setting(v, "layout") for k, v in _layout_settings(layout).items()}
     if model.indexer and layout.cp > 1:
-        settings["cp_comm_type"] = Setting("all_gather", "layout", "DSA has no other")
+        settings["cp_comm_type"] = Setting("all_gather", "default", "sparse attention has no other")
     return settings
 
 

@@ -41,7 +41,9 @@ class States:
 def states(shards: Iterable[LocalShard], layout: Layout, training: Training) -> States:
     """The bytes of a rank that holds these `shards`. The rank with the largest part of a buffer counts.
 
-    Indexers are frozen: they have weights alone. Not counted: buckets with overlap_grad_reduce (each is aligned on its own), FP8 parameters, offloading to the CPU.
+    Indexers are frozen: they have weights alone.
+
+    Not counted: buckets with overlap_grad_reduce (each is aligned on its own), FP8 parameters, offloading to the CPU.
     """
     elements: Counter[tuple[int, bool, str]] = Counter()
     beside = 0

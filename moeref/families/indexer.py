@@ -16,15 +16,15 @@ from moeref.families.model import FamilyError, Indexer, UnmappedModelError
 from moeref.families.reading import require
 
 _of_indexer = partial(constructors.replicated, where="indexer")
-I, H = "decoder.layers.{layer}.self_attention.core_attention.indexer.", "model.layers.{layer}.self_attn.indexer."
+M, H = "decoder.layers.{layer}.self_attention.core_attention.indexer.", "model.layers.{layer}.self_attn.indexer."
 #: Whole on every TP rank. Keys have a LayerNorm, which has a bias.
 MAPPINGS_OF_INDEXER = (
-    _of_indexer(megatron=I + "linear_wq_b.weight", hf=H + "wq_b.weight", dims=("index_q", "q_rank")),
-    _of_indexer(megatron=I + "linear_wk.weight", hf=H + "wk.weight", dims=("index_k", "hidden")),
-    _of_indexer(megatron=I + "k_norm.weight", hf=H + "k_norm.weight", dims=("index_k",)),
-    _of_indexer(megatron=I + "k_norm.bias", hf=H + "k_norm.bias", dims=("index_k",)),
+    _of_indexer(megatron=M + "linear_wq_b.weight", hf=H + "wq_b.weight", dims=("index_q", "q_rank")),
+    _of_indexer(megatron=M + "linear_wk.weight", hf=H + "wk.weight", dims=("index_k", "hidden")),
+    _of_indexer(megatron=M + "k_norm.weight", hf=H + "k_norm.weight", dims=("index_k",)),
+    _of_indexer(megatron=M + "k_norm.bias", hf=H + "k_norm.bias", dims=("index_k",)),
     _of_indexer(
-        megatron=I + "linear_weights_proj.weight", hf=H + "weights_proj.weight", dims=("index_heads", "hidden")
+        megatron=M + "linear_weights_proj.weight", hf=H + "weights_proj.weight", dims=("index_heads", "hidden")
     ),
 )
 

@@ -43,9 +43,9 @@ class SparseAttention(dsa.DSAttention):  # type: ignore[misc]
         """
         if self.index_share and packed_seq_params is None and self.training and _is_recomputed(self.config):
             raise ConfigError(
-                f"recompute_granularity={self.config.recompute_granularity!r} with layers that share their keys: a layer "
-                "that is computed again does not find those of its microbatch; give packed samples, or do not recompute "
-                "attention"
+                f"recompute_granularity={self.config.recompute_granularity!r} with layers that share their keys: a "
+                "layer that is computed again does not find those of its microbatch; give packed samples, or do not "
+                "recompute attention"
             )
         out: torch.Tensor = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         return out
@@ -58,7 +58,7 @@ def _is_recomputed(config: Any) -> bool:
 
 def core_attention() -> ModuleSpec:
     """The spec of attention to the keys that an indexer chooses."""
-    parts = {name: _Linear for name in ("linear_wq_b", "linear_wk", "linear_weights_proj")}
+    parts = dict.fromkeys(("linear_wq_b", "linear_wk", "linear_weights_proj"), _Linear)
     indexer = ModuleSpec(module=dsa.DSAIndexer, submodules=dsa.DSAIndexerSubmodules(**parts, k_norm=_LayerNorm))
     return ModuleSpec(module=SparseAttention, submodules=dsa.DSAttentionSubmodules(indexer=indexer))
 

@@ -644,13 +644,19 @@ class _Session:
         self.adapters = _Adapters(*trained) if trained else None
 
 
+#: Whether megatron-core is 0.19 or newer.
+_IS_OF_019 = tuple(int(part) for part in record.installed_core().split(".")[:2]) >= (0, 19)
+#: Families with sparse attention, whose indexers have settings of their own since 0.19.
+_SPARSE = frozenset({"glm_moe_dsa", "deepseek_v32"})
+
+
 def _limits() -> dict[str, int]:
     """Of Qwen3-Next and Qwen3.5 before megatron-core 0.19.
 
     Gated delta nets take what a CP rank holds for a whole sequence, and no packed samples. TP ranks that share a KV
     group keep the gates of all its heads.
     """
-    if tuple(int(part) for part in record.installed_core().split(".")[:2]) >= (0, 19):
+    if _IS_OF_019:
         return {}
     packed = {f"{family}.rows": 2 for family in ("qwen3_next", "qwen3_5_moe_text")}
     return {"qwen3_next.cp": 1, "qwen3_next.shared_groups": 0, **packed}
@@ -665,7 +671,7 @@ class MoerefTarget:
     info = Info(name="moeref", version=version_of("moeref") or "from source")
     claims = Claims(
         facets=frozenset(facets.FACETS),
-        families=frozenset({*families.FAMILIES, *families.ALIASES}),
+        families=frozenset({*families.FAMILIES, *families.ALIASES}) - (frozenset() if _IS_OF_019 else _SPARSE),
         backends=frozenset({"static", "gloo", "gloo-cuda", "nccl", "engine"}),
         expert_formats=frozenset({"per_expert", "fused", "fused_decoder"}),
         norms=frozenset({"separate", "fused"}),

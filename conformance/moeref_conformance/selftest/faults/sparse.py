@@ -35,7 +35,7 @@ def _without_norm_biases(meta: TensorMeta, tensor: torch.Tensor) -> Pair | None:
 
 @contextmanager
 def _among_all_samples(cell: Cell, world: World) -> Iterator[None]:
-    """Of packed samples the best keys are chosen among those of all samples before; those of others count for nothing."""
+    """The best keys are chosen among those of all packed samples; those of other samples count for nothing."""
     from megatron.core.transformer.experimental_attention_variant import dsa
 
     good = dsa.fused_qk_topk_naive
@@ -51,7 +51,7 @@ def _among_all_samples(cell: Cell, world: World) -> Iterator[None]:
 @contextmanager
 def _keys_of_the_first_layer(cell: Cell, world: World) -> Iterator[None]:
     """Layers that share keys take those of the first layer."""
-    with mock.patch(f"{_DSA}.source_dsa_compute_layer", lambda *_: 1):
+    with mock.patch(f"{_DSA}.source_dsa_compute_layer", return_value=1):
         yield
 
 
@@ -72,7 +72,7 @@ def _trained(session: Session, cell: Cell, world: World) -> Any:
 FAULTS = (
     Fault(
         id="sparse-attention-not-detected",
-        bug="ms-swift and others read a new model_type as DeepSeek-V3's: latent attention to all keys",
+        bug="reported nowhere: a model_type that is not known is read as DeepSeek-V3, which attends to all keys",
         rules=("CFG-001",),
         cell=_STATIC,
         wrap=always(experimental_attention_variant=None),
@@ -149,7 +149,7 @@ FAULTS = (
     ),
     Fault(
         id="keys-among-all-samples",
-        bug="reported nowhere: an indexer ranks the keys of packed samples together, and masks those of others afterwards",
+        bug="reported nowhere: an indexer ranks keys of packed samples together, and masks those of others afterwards",
         rules=("FWD-001",),
         also=("LGP-004", "RPL-001", "RPL-002"),
         cell=_SHARING,
@@ -168,7 +168,7 @@ FAULTS = (
     ),
     Fault(
         id="indexers-decay",
-        bug="prime-rl#2799: an indexer, which no gradient reaches, is given to the optimizer, and weight decay moves it",
+        bug="prime-rl#2799: an indexer, which no gradient reaches, is in the optimizer, and weight decay moves it",
         rules=("OPT-006",),
         cell=cell("glm_moe_dsa", "one", optimizer_step=True),
         wrap=_trained,

@@ -28,8 +28,17 @@ from moeref.megatron import precision
 
 pytestmark = pytest.mark.cpu
 #: Tokens of a sequence and the vocabulary, of families that have their own.
-SHAPES = {"mixtral": (24, 134), "deepseek_v3": (24, 256), "gpt_oss": (20, 131)}
-FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "mixtral", "gpt_oss")
+SHAPES = {"mixtral": (24, 134), "deepseek_v3": (24, 256), "deepseek_v32": (24, 256), "gpt_oss": (20, 131)}
+FAMILIES = (
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "mixtral",
+    "gpt_oss",
+    "glm_moe_dsa",
+    "deepseek_v32",
+)
 VARIANTS = ({}, {"dtype": "bfloat16"}, {"tied": True}, {"expert_format": "fused"}, {"layers": 6})
 
 
@@ -83,6 +92,8 @@ def test_per_expert_files_are_sharded_with_an_index(family: str, work: Path) -> 
 #: Keys that transformers writes and published files lack. They decide nothing, but for the width of Mixtral's heads.
 UNPUBLISHED = {"bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "initializer_range", "use_cache"}
 UNPUBLISHED_OF = {"mixtral": {"head_dim", "rope_scaling", "router_jitter_noise"}}
+#: transformers takes this number of experts for that of the others, where published configs have its default.
+UNPUBLISHED_OF |= dict.fromkeys(("glm_moe_dsa", "deepseek_v32"), {"num_experts"})
 #: What transformers' object has of the file it came from.
 OF_FILES = {"architectures", "dtype", "transformers_version", "_name_or_path", "num_nextn_predict_layers"}
 
@@ -92,7 +103,8 @@ def test_the_config_has_the_keys_of_published_ones(family: str, work: Path) -> N
     made = expected(cell(family, mtp=int("glm" in family), dtype="bfloat16"), work).config
     like = {key for size in published().values() if size.config["model_type"] == family for key in size.config}
     assert made.keys() - like <= UNPUBLISHED | UNPUBLISHED_OF.get(family, set())
-    assert {"num_hidden_layers", "rope_theta", "rope_scaling", "architectures"} <= made.keys()
+    rope = {"rope_parameters"} if family == "glm_moe_dsa" else {"rope_theta", "rope_scaling"}
+    assert {"num_hidden_layers", "architectures", *rope} <= made.keys()
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next"])

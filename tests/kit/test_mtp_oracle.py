@@ -182,7 +182,18 @@ def test_each_label_of_a_step_weighs_the_same(axes: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next"]
+    "family",
+    [
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "gpt_oss",
+        "mixtral",
+        "qwen3_moe",
+        "qwen3_next",
+    ],
 )
 def test_transformers_builds_no_such_layer(family: str) -> None:
     """Once it does, its autograd is the better oracle."""

@@ -13,7 +13,7 @@ from moeref_conformance.selftest.faults.base import cell
 pytestmark = pytest.mark.cpu
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "glm_moe_dsa"])
 def test_rows_are_as_transformers_computes_each_alone(family: str, tmp_path: Path) -> None:
     import transformers
 

@@ -42,7 +42,10 @@ def test_both_data_sets_agree_key_by_key() -> None:
         assert families.sources()[name].repository == size.repository
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "mixtral", "deepseek_v3", "glm4_moe_lite", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_moe", "glm4_moe", "mixtral", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "glm_moe_dsa", "deepseek_v32"],
+)
 @pytest.mark.parametrize("expert_format", ["per_expert", "fused"])
 def test_the_oracle_finds_what_transformers_saves(family: str, expert_format: str, tmp_path: Path) -> None:
     mtp = 1 if expert_format == "per_expert" and family in ("glm4_moe", "deepseek_v3", "qwen3_next") else 0

@@ -42,7 +42,8 @@ LATENT: dict[str, Any] = {
     "n_routed_experts": 16,
     "n_shared_experts": 1,
 }
-INDEXER: dict[str, Any] = {"index_n_heads": 3, "index_head_dim": 12, "index_topk": 7}
+#: transformers takes `num_experts` for that of DeepSeek-V3.2.
+INDEXER: dict[str, Any] = {"index_n_heads": 3, "index_head_dim": 12, "index_topk": 7, "num_experts": 16}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**SIZES, "model_type": "qwen3_moe", "num_experts": 16, "norm_topk_prob": True},
     "mixtral": {
@@ -74,6 +75,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **LATENT,
         **INDEXER,
         "model_type": "deepseek_v32",
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
         "first_k_dense_replace": 2,
         "routed_scaling_factor": 2.5,
         "rope_parameters": YARN,
@@ -96,7 +100,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 1.9,
         "indexer_rope_interleave": True,
-        "indexer_types": ["full", "shared", "full", "shared"],
     },
     "qwen3_next": {
         **SIZES,

@@ -80,6 +80,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
         **SIGMOID,
         "kv_groups": 16,
         "head_dim": 6,
+        "top_k": 4,
+        "n_group": 4,
+        "topk_group": 2,
         "moe_layers": (False, False, True, True),
         "routed_scaling_factor": 2.5,
         "mla": MLA(**SIZES_OF_LATENTS, yarn=YARN),
@@ -92,7 +95,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "moe_layers": ONE_DENSE,
         "routed_scaling_factor": 1.9,
         "mla": MLA(**SIZES_OF_LATENTS, yarn=None),
-        "indexer": Indexer(layers=(True, False) * 2, **SIZES_OF_INDEXERS, interleaved=True),
+        "indexer": Indexer(layers=(True,) * 4, **SIZES_OF_INDEXERS, interleaved=True),
     },
     "gpt_oss": {
         **GROUPED,
@@ -234,7 +237,7 @@ def test_switches(name: str, key: str) -> None:
 
 OPTIONAL = {"model_type", "dtype", "head_dim", "rope_parameters", "norm_topk_prob", "first_k_dense_replace", "n_group"}
 OPTIONAL |= {"attention_bias", "use_qk_norm", "n_shared_experts", "routed_scaling_factor", "q_lora_rank", "topk_group"}
-OPTIONAL |= {"mlp_only_layers", "full_attention_interval", "indexer_types", "indexer_rope_interleave"}
+OPTIONAL |= {"mlp_only_layers", "full_attention_interval", "num_experts", "indexer_rope_interleave"}
 # With latent attention a config may leave out its KV heads.
 HEADS = {"num_key_value_heads"}
 REQUIRED = [
@@ -251,6 +254,37 @@ def test_a_required_key_is_named(name: str, key: str) -> None:
     config = {k: v for k, v in CONFIGS[name].items() if k != key}
     with pytest.raises(FamilyError, match=rf"^{name}: config.json has no {key}\b"):
         families.read(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "layers", "period"),
+    [
+        ({"indexer_types": ["full", "shared", "full", "shared"]}, (True, False, True, False), (2, 1)),
+        ({"index_topk_pattern": "FFSS"}, (True, True, False, False), (3, 2)),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, (True, True, True, False), (2, 3)),
+        ({"index_topk_freq": 2}, (True, True, False, True), (2, 2)),
+        ({"index_topk_freq": None, "indexer_types": None}, (True,) * 4, (1, 1)),
+    ],
+)
+def test_layers_with_an_indexer_have_a_period(
+    given: dict[str, Any], layers: tuple[bool, ...], period: tuple[int, int]
+) -> None:
+    indexer = model("glm_moe_dsa", **given).indexer
+    assert indexer is not None
+    assert (indexer.layers, indexer.shared) == (layers, period)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"indexer_types": ["full", "shared"]}, "full or shared for each of 4 layers, the first full, not"),
+        ({"index_topk_pattern": "SFFF"}, "F or S for each of 4 layers, the first F, not SFFF"),
+        ({"index_topk_pattern": "FSFF"}, "indexers of layers without a period are not mapped"),
+    ],
+)
+def test_other_layers_with_an_indexer_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(FamilyError, match=f"^glm_moe_dsa: {says}"):
+        model("glm_moe_dsa", **given)
 
 
 @pytest.mark.parametrize("name", EXPECTED)

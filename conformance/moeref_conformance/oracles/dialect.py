@@ -15,7 +15,9 @@ import torch
 #: Keys that no published config of any family has: transformers 5 works them out, or names itself.
 _WORKED_OUT = ("mlp_layer_types", "qk_head_dim", "rope_interleave", "transformers_version")
 #: Families that were published when transformers 5 was.
-_SINCE_5 = ("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "qwen3_5_moe_text")
+_SINCE_5 = ("glm4_moe_lite", "glm_moe_dsa", "qwen3_5_moe_text")
+#: Those whose published configs have the `rope_parameters` of transformers 5.
+_ROPE_OF_5 = ("glm_moe_dsa", "qwen3_5_moe_text")
 
 
 def of_5() -> bool:
@@ -45,12 +47,14 @@ def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
     made = {key: value for key, value in config.items() if key not in _WORKED_OUT}
     if "dtype" in made and made["model_type"] not in _SINCE_5:
         made["torch_dtype"] = made.pop("dtype")
-    if "rope_parameters" in made and made["model_type"] != "qwen3_5_moe_text":
+    if "rope_parameters" in made and made["model_type"] not in _ROPE_OF_5:
         made |= _rope(made["model_type"], made.pop("rope_parameters"))
     if made["model_type"] == "qwen3_moe" and "num_local_experts" in made:
         made["num_experts"] = made.pop("num_local_experts")
     if made["model_type"] == "qwen3_next" and "layer_types" in made:
         made["full_attention_interval"] = made.pop("layer_types").index("full_attention") + 1
+    if "index_topk" in made:  # all layers are alike
+        made = {key: value for key, value in made.items() if key not in ("layer_types", "mlp_bias")}
     if "kv_lora_rank" in made:  # latent heads have two widths, and a key for each
         made.pop("head_dim", None)
     return dict(sorted(made.items()))
@@ -63,6 +67,6 @@ def _rope(family: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {name: rest.pop(name) for name in top if name in rest}
     if rest["rope_type"] == "default":
         return {**made, "rope_scaling": None}
-    if family == "deepseek_v3":
+    if family in ("deepseek_v3", "deepseek_v32"):
         rest["type"] = rest.pop("rope_type")
     return {**made, "rope_scaling": rest}

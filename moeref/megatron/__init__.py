@@ -4,6 +4,7 @@ from moeref.megatron.build import Built, build, transformer_config
 from moeref.megatron.forward import logits, packed_logits
 from moeref.megatron.groups import initialise, shut_down
 from moeref.megatron.lora import Lora
+from moeref.megatron.snapshot import Snapshot
 from moeref.megatron.spec import mtp_name
 from moeref.megatron.token_logprobs import Logprobs, logprobs, packed_logprobs
 from moeref.megatron.training import (
@@ -18,6 +19,7 @@ __all__ = [
     "Built",
     "Logprobs",
     "Lora",
+    "Snapshot",
     "build",
     "gradients",
     "initialise",

@@ -277,6 +277,14 @@ class Optimizer(Protocol):
         one goes on from these. Or it raises on all ranks an error that says what it has found.
         """
 
+    def reference(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        """As `Forward.logits`, of the checkpoint that was loaded last: of a reference policy. Called after a step, and
+        only if the target claims `optimizer_reference`.
+
+        The model then computes, is sent and trains as before. The kit may have changed its buffers, as a step does that
+        updates the experts' bias; they stay so, and those of the reference are the checkpoint's.
+        """
+
     def save(self, folder: Path) -> None:
         """Write what a new optimizer needs to go on from here, also where this one was restored itself. Called if the
         target claims `optimizer_saves`.

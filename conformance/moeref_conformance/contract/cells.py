@@ -34,6 +34,7 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "mtp_mask": ("target", "path"),
     "mtp_mean": ("step", "microbatch", "per_token"),
     "non_writers": ("names", "nothing"),
+    "optimizer_reference": (False, True),
     "optimizer_saves": (False, True),
     "optimizer_settings": (False, True),
     "optimizer_skips": (False, True),
@@ -301,6 +302,7 @@ class Claims:
     #: `per_token` that the decoder trains on there, as under megatron-core's calculate_per_token_loss.
     mtp_mean: str = "step"
     non_writers: str = "names"  # what `Export.stream` yields for tensors that go to others: names and None, or nothing
+    optimizer_reference: bool = False  # `Optimizer` has `reference`
     optimizer_saves: bool = False  # `Optimizer` has `save` and `restore`
     optimizer_settings: bool = False  # `Optimizer.make` takes settings
     optimizer_skips: bool = False  # `Optimizer.step` skips or refuses steps whose gradients are not finite

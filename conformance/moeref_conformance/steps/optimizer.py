@@ -31,25 +31,28 @@ from moeref_conformance.contract.requests.optimizer import (
 )
 from moeref_conformance.steps.export import items
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
-from moeref_conformance.steps.gradients import batch, of_replica
+from moeref_conformance.steps.gradients import apart, batch, of_replica
 from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
 
 
 def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     """The norm of the gradient by step; saves all parameters after each, by `step.chunk:local`.
 
-    Between them weights are sent and logits computed, as RL does; after the first one that moves weights, what is sent
-    is saved as `sent.…`. After the last one the checkpoint is loaded again, unless the target refuses to load twice,
+    Between them weights are sent and logits computed, as RL does; after the first one that moves weights, a reference
+    policy is asked, of which `reference` tells, and what is sent is saved as `sent.…`. After the last one the checkpoint is loaded again, unless the target refuses to load twice,
     and a step at the rate 0 follows. In the end the parameters hold what they did before.
     """
     cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
     norms, saved = dict[str, float | None](), dict[str, torch.Tensor]()
     loaded = {name: copied(parameter) for name, parameter in _parameters(context).items()}
+    logits = _logits(context.facet("forward").logits(tokens_BS), tokens_BS) if _has_reference(context) else {}
     for step, rate in rates(cell).items():
         norm = optimizer.step(_rows(context, step == of_one_microbatch(cell)), rate)
         norms[step] = None if norm is None else float(norm)
         saved |= {f"{step}.{name}": copied(parameter) for name, parameter in _parameters(context).items()}
         if step == MOVED:
+            if _has_reference(context):
+                context.made["reference"] = _beside(optimizer, context, logits, tokens_BS)
             saved |= _sent(context)
         elif len(norms) < len(rates(cell)):
             deque(context.facet("export").stream(), maxlen=0)
@@ -62,6 +65,45 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     for name, parameter in _parameters(context).items():
         parameter.data.copy_(loaded[name])
     return norms
+
+
+def reference(optimizer: Optimizer, context: Context) -> dict[str, Any] | None:
+    """What `stepped` has seen of a reference policy; None where the target claims none."""
+    told: dict[str, Any] | None = context.made.pop("reference", None)
+    return told
+
+
+def _has_reference(context: Context) -> bool:
+    return context.claims.optimizer_reference and "forward" in context.claims.facets
+
+
+def _logits(logits_BSV: torch.Tensor | None, tokens_BS: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Those of tokens, where a rank has any."""
+    if logits_BSV is None:
+        return {}
+    return {"logits": copied(logits_BSV).where((tokens_BS >= 0)[..., None], 0.0)}
+
+
+def _beside(
+    optimizer: Optimizer, context: Context, logits: dict[str, torch.Tensor], tokens_BS: torch.Tensor
+) -> dict[str, Any]:
+    """How far logits of a reference policy are off these, and what asking for them has changed by `chunk:local`.
+
+    Meanwhile the model's buffers have another sign, as if a step had moved the experts' bias. Then all are as before.
+    """
+    _turn_buffers(context)
+    before = _copies(context)
+    given = _logits(optimizer.reference(tokens_BS), tokens_BS)
+    changed = [key for key, of in _tensors(context).items() if not same_bytes(of, before[key])]
+    _put(context, before)
+    _turn_buffers(context)
+    return {"off": apart(logits, given).get("logits"), "changed": changed}
+
+
+def _turn_buffers(context: Context) -> None:
+    for _, _, kind, tensor in module_tensors(context.facet("export").chunks()):
+        if kind == "buffer" and tensor.is_floating_point():
+            tensor.data.neg_()
 
 
 def _sent(context: Context) -> dict[str, torch.Tensor]:
@@ -262,6 +304,7 @@ FACET = Facet(
     steps=(
         Step(name="optimizer_made", ask=lambda optimizer, context: optimizer.make()),
         Step(name="optimizer", ask=stepped, stage=Stage.LOADED),
+        Step(name="optimizer_reference", ask=reference, stage=Stage.LOADED),
         Step(name="optimizer_resumed", ask=resumed, stage=Stage.LOADED),
         Step(name="optimizer_settings", ask=with_settings, stage=Stage.LOADED),
         Step(name="optimizer_not_finite", ask=with_gradients_not_finite, stage=Stage.LOADED),

@@ -33,7 +33,7 @@ from moeref_conformance.contract.results import version_of
 if TYPE_CHECKING:
     import torch
 
-    from moeref.megatron import Built, Lora
+    from moeref.megatron import Built, Lora, Snapshot
     from moeref.megatron.optimizer import Trainer
 
 Row = TypeVar("Row")
@@ -277,6 +277,7 @@ class _Optimizer:
     """moeref's trainer, whose master weights are made anew after each load."""
 
     _trainer: Trainer
+    _reference: Snapshot
 
     def __init__(self, model: _Model, built: Built) -> None:
         self._model, self._built = model, built
@@ -285,7 +286,13 @@ class _Optimizer:
         from moeref.megatron.optimizer import Trainer
 
         self._trainer = Trainer(self._built, lr=0.0, **{"clip_grad": 0.0, **(settings or {})})
-        self._model.loaded = self._trainer.reload
+        self._model.loaded = self._loaded
+
+    def _loaded(self) -> None:
+        from moeref import megatron
+
+        self._trainer.reload()
+        self._reference = megatron.Snapshot(self._built.chunks)
 
     def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:
         import torch
@@ -307,6 +314,10 @@ class _Optimizer:
             return math.nan
         # Where gradients are not clipped, this is their norm as the step took them.
         return float(self._trainer.optimizer.get_grad_norm())
+
+    def reference(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        with self._reference.in_place():
+            return self._model.logits(tokens_BS)
 
     def save(self, folder: Path) -> None:
         self._trainer.save(folder)
@@ -692,6 +703,7 @@ class MoerefTarget:
         loss_masks=True,
         limits=_limits(),
         optimizer_steps=True,
+        optimizer_reference=True,
         optimizer_saves=True,
         optimizer_settings=True,
         optimizer_skips=True,

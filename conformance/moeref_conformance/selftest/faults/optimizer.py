@@ -15,7 +15,7 @@ from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
-from moeref_conformance.selftest.faults.gradients import marked
+from moeref_conformance.selftest.faults.gradients import Wrap, marked
 
 Named = dict[tuple[int, str], torch.Tensor]
 #: Gets the weights before the model was loaded, those before a step, what a good step adds, those after it, and the
@@ -364,6 +364,64 @@ def _bias_drifts(session: Session, cell: Cell, world: World) -> Any:
         return norm
 
     return facet(session, "optimizer", step=step)
+
+
+def read_again(between: Callable[[Any, Named], None], back: Callable[[int, str], bool]) -> Wrap:
+    """A reference policy is read from its files into the model, and of the policy's own weights some are put `back`.
+
+    `between` gets the session and the policy's tensors, buffers among them, before the forward.
+    """
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.export
+        folders: list[Path] = []
+
+        def load(checkpoint: Path) -> None:
+            folders.append(checkpoint)
+            good.load(checkpoint)
+
+        def reference(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+            held = _with_buffers(session)
+            own = _copies_of(held)
+            good.load(folders[-1])
+            between(session, own)
+            logits: torch.Tensor | None = session.forward.logits(tokens_BS)  # type: ignore[union-attr]
+            for key, tensor in held.items():
+                if back(*key):
+                    tensor.copy_(own[key])
+            return logits
+
+        return facet(facet(session, "export", load=load), "optimizer", reference=reference)
+
+    return wrap
+
+
+def _with_buffers(session: Any) -> Named:
+    chunks = enumerate(session.export.chunks())
+    biases = {(number, name): of.data for number, chunk in chunks for name, of in chunk.named_buffers()}
+    return _held(session) | biases
+
+
+def nothing_between(session: Any, own: Named) -> None:
+    """Reference and policy have nothing in common."""
+
+
+def _own_bias(session: Any, own: Named) -> None:
+    for key, tensor in _with_buffers(session).items():
+        if key[1].endswith("expert_bias"):
+            tensor.copy_(own[key])
+
+
+def _own_later_chunks(session: Any, own: Named) -> None:
+    for key, tensor in _held(session).items():
+        if key[0]:
+            tensor.copy_(own[key])
+
+
+def _of_the_policy(session: Session, cell: Cell, world: World) -> Any:
+    """No weights are set aside for a reference."""
+    forward: Any = session.forward
+    return facet(session, "optimizer", reference=forward.logits)
 
 
 @contextmanager
@@ -1044,5 +1102,59 @@ FAULTS = (
         wrap=_bias_drifts,
         one_rank=True,
         diagnosis="arithmetic, not movement",
+    ),
+    Fault(
+        id="reference-is-the-policy",
+        bug="NeMo-RL#3722 in kind: the reference has the weights that a run goes on from, and the KL to it begins at 0",
+        rules=("OPT-008",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        wrap=_of_the_policy,
+        one_rank=True,
+        says="of the largest off those of the checkpoint",
+    ),
+    Fault(
+        id="reference-stays-in-the-model",
+        bug="slime#2224: the policy is not put back behind a reference, whose weights are then sent and trained",
+        rules=("OPT-008",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        wrap=read_again(nothing_between, lambda chunk, name: False),
+        one_rank=True,
+        diagnosis="not put back",
+        says="is not as it was before a reference policy was asked",
+    ),
+    Fault(
+        id="reference-with-the-policys-bias",
+        bug="miles#1572 in kind: weights are exchanged by named_parameters, and the reference routes by the policy's bias",
+        rules=("OPT-008",),
+        cell=cell("glm4_moe", "one", optimizer_step=True),
+        wrap=read_again(_own_bias, lambda chunk, name: True),
+        one_rank=True,
+        says="of the largest off those of the checkpoint",
+    ),
+    Fault(
+        id="policys-bias-lost-behind-a-reference",
+        bug="miles#1572 in kind: what is brought back are parameters, and the policy goes on with the reference's bias",
+        rules=("OPT-008",),
+        cell=cell("glm4_moe", "one", optimizer_step=True),
+        wrap=read_again(nothing_between, lambda chunk, name: not name.endswith("expert_bias")),
+        one_rank=True,
+        says="router.expert_bias is not as it was before",
+    ),
+    Fault(
+        id="reference-of-the-first-chunk",
+        bug="reported nowhere: weights that are set aside by name alone are those of one virtual stage",
+        rules=("OPT-008",),
+        cell=cell("qwen3_moe", "pp2-vpp2", optimizer_step=True),
+        wrap=read_again(_own_later_chunks, lambda chunk, name: True),
+        says="of the largest off those of the checkpoint",
+    ),
+    Fault(
+        id="masters-of-the-reference",
+        bug="SkyRL#2149 in kind: a reference is loaded and taken out again, and the master weights stay the reference's",
+        rules=("OPT-002",),
+        cell=cell("glm4_moe", "one", dtype="bfloat16", optimizer_step=True),
+        wrap=read_again(nothing_between, lambda chunk, name: True),
+        one_rank=True,
+        says="did not move",
     ),
 )

@@ -68,6 +68,7 @@ from moeref_conformance.selftest.faults.mtp import (
     microbatch_means,
     of_losses,
 )
+from moeref_conformance.selftest.faults.optimizer import nothing_between, read_again
 from moeref_conformance.selftest.faults.quantised import PowersOfTwo
 from moeref_conformance.selftest.faults.roles import aliases, everywhere, in_turn
 from moeref_conformance.selftest.faults.stream import one_buffer, reading
@@ -1336,6 +1337,12 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         wrap=_made_by_its_first_step,
         claims={"optimizer_saves": False, "optimizer_settings": False, "optimizer_skips": False},
+    ),
+    Benign(
+        id="reference-read-from-its-files",
+        why="a reference that is read when it is asked takes no memory; in fp32 weights are their own masters",
+        cell=cell("glm4_moe", "one", optimizer_step=True),
+        wrap=read_again(nothing_between, lambda chunk, name: True),
     ),
     Benign(
         id="vectors-decay-too",

@@ -38,9 +38,10 @@ from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
 def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     """The norm of the gradient by step; saves all parameters after each, by `step.chunk:local`.
 
-    Between them weights are sent and logits computed, as RL does; after the first one that moves weights, a reference
-    policy is asked, of which `reference` tells, and what is sent is saved as `sent.…`. After the last one the checkpoint is loaded again, unless the target refuses to load twice,
-    and a step at the rate 0 follows. In the end the parameters hold what they did before.
+    Between them weights are sent and logits computed, as RL does. After the first one that moves weights a reference
+    policy is asked, of which `reference` tells, and what is sent then is saved as `sent.…`. After the last one the
+    checkpoint is loaded again, unless the target refuses to load twice, and a step at the rate 0 follows. In the end
+    the parameters hold what they did before.
     """
     cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
     norms, saved = dict[str, float | None](), dict[str, torch.Tensor]()

@@ -77,7 +77,7 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
         report = replace(report, settings=settings)
         if draft.kernels == "torch" and settings.values.get("gradient_accumulation_fusion"):
             report = replace(report, needs=(*report.needs, "apex's fused_weight_gradient_mlp_cuda"))
-        record = _record(draft, report, problems)
+        record = _record(draft, report)
     except DispatcherError as error:
         problems.append(Problem("config", *problem_and_fix(str(error))))
         return report
@@ -145,7 +145,7 @@ def _otherwise(values: Mapping[str, object], precision: str | None) -> Iterator[
                 yield f"recompute_{name}={value!r} has no effect: recompute_granularity is None"
 
 
-def _record(draft: Draft, report: Report, problems: list[Problem]) -> Record | None:
+def _record(draft: Draft, report: Report) -> Record | None:
     """The record; None if the seeds are refused."""
     assert report.settings is not None
     try:

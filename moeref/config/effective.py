@@ -15,11 +15,10 @@ from moeref.config.user_config import MoEConfig
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting whose effective value is not the one asked for. `asked_as` is `field` or `override`."""
+    """A setting whose effective value is not the one asked for."""
 
     name: str
     asked: Any
-    asked_as: str
     effective: Setting
 
     def __str__(self) -> str:
@@ -65,12 +64,9 @@ class EffectiveSettings:
 
     def diff(self) -> tuple[Difference, ...]:
         """The settings whose effective value is not the one asked for: overridden fields, derived values."""
-        found = []
-        for origin, given in (("field", self.asked.fields), ("override", self.asked.transformer_config_kwargs)):
-            for name, value in given.items():
-                if not same(self.trails[name][-1].value, value):
-                    found.append(Difference(name, value, origin, self.trails[name][-1]))
-        return tuple(found)
+        asked = (*self.asked.fields.items(), *self.asked.transformer_config_kwargs.items())
+        effective = ((name, value, self.trails[name][-1]) for name, value in asked)
+        return tuple(Difference(name, value, now) for name, value, now in effective if not same(now.value, value))
 
     def with_settings(self, more: Mapping[str, Setting]) -> EffectiveSettings:
         """These settings with `more`, which take precedence."""

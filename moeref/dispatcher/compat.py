@@ -50,11 +50,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Multiples:
-    """Multiples of each sample's length and of the packed sequence's; `protects` says which rows they keep aligned."""
+    """Multiples of each sample's length and of the packed sequence's, in rows."""
 
     sample: int
     total: int
-    protects: str
 
 
 def _chunks(run: Run) -> int:
@@ -73,7 +72,7 @@ def ms_swift(run: Run) -> Multiples:
         total *= 16
     if run.fused_attention:
         total = max(total, split * 64)
-    return Multiples(_chunks(run), total, "rows per rank after CP and SP")
+    return Multiples(_chunks(run), total)
 
 
 def ms_swift_8393(run: Run) -> Multiples:
@@ -88,22 +87,22 @@ def ms_swift_8393(run: Run) -> Multiples:
         total = max(total, split * 64)
     if run.equal_pieces and run.max_length is not None:
         total = run.max_length
-    return Multiples(_chunks(run), total, "rows of the packed sequence, equal on all ranks for equal pieces")
+    return Multiples(_chunks(run), total)
 
 
 def skyrl(run: Run) -> Multiples:
     """Per sample only: TP (with or without SP) times 2·CP, and under fp8 16 rows per CP rank for every recipe."""
     layout = run.tp * _chunks(run)
     sample = math.lcm(layout, 16 * run.cp) if run.fp8 is not None else layout
-    return Multiples(sample, 1, "rows after CP")
+    return Multiples(sample, 1)
 
 
 def verl(run: Run) -> Multiples:
     """Per sample TP·2·CP, under fp8 also 16 rows; under fp8 the packed sequence 128·TP·2·CP for every recipe."""
     layout = run.tp * _chunks(run)
     if run.fp8 not in ("e4m3", "hybrid"):
-        return Multiples(layout, 1, "rows per rank after CP and SP")
-    return Multiples(math.lcm(16, layout), layout * 128, "rows of the packed sequence")
+        return Multiples(layout, 1)
+    return Multiples(math.lcm(16, layout), layout * 128)
 
 
 def nemo_rl(run: Run) -> Multiples:
@@ -114,7 +113,7 @@ def nemo_rl(run: Run) -> Multiples:
         rows = {"blockwise": 128, "mxfp8": 32}.get(run.recipe or "", 16)
     if run.equal_pieces:
         rows = max(rows, 128)
-    return Multiples(layout, layout * rows if rows > 1 else 1, "rows per rank after CP and SP")
+    return Multiples(layout, layout * rows if rows > 1 else 1)
 
 
 SYSTEMS: dict[str, Callable[[Run], Multiples]] = {

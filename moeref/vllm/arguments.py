@@ -68,7 +68,7 @@ def engine_args(
         )
     if routes:
         _check_routes(model, changes)
-    _check_scores(folder, model)
+    _check_scores(folder)
     found: dict[str, Any] = {
         "model": str(folder),
         "dtype": model.param_dtype,
@@ -84,7 +84,7 @@ def engine_args(
     return {**found, **(cpu.arguments(model) if on_cpu else {}), **changes}
 
 
-def _check_scores(folder: str | Path, model: Model) -> None:
+def _check_scores(folder: str | Path) -> None:
     """DeepSeek-V3's scores and bias are keys of its config that transformers does not need, and vLLM takes softmax."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     wanted = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}

@@ -206,7 +206,7 @@ def test_systems_are_documented_as_computed() -> None:
     for tp, cp in DISAGREEMENT:
         run, own = Run(tp=tp, cp=cp, fp8="hybrid"), plan(Layout(tp=tp, cp=cp), recipe="delayed")
         cells = [(multiples(name, run), pack(name, run, (1000, 30)).rows) for name in SYSTEMS]
-        cells.append((Multiples(own.sample, own.multiple, ""), own.pack((1000, 30)).rows))
+        cells.append((Multiples(own.sample, own.multiple), own.pack((1000, 30)).rows))
         shown = (f"{m.sample} / {m.total}: {rows if rows % 16 == 0 else f'**{rows}**'}" for m, rows in cells)
         lines.append(f"| {tp}, {cp} | {' | '.join(shown)} |")
     assert "\n".join(lines) in page.read_text(encoding="utf-8")

@@ -48,7 +48,7 @@ def render(runs: Sequence[Run], defects: Mapping[str, Any] | None = None) -> str
     """The page. Raises `BadInput` for a defect that is not well formed."""
     told = checked(defects or {})
     parts = [_overview(runs), *_defects(runs, told), "## Families and layouts", KEY]
-    parts += [_section(results, shards, told) for results, shards in runs]
+    parts += [_section(results, shards) for results, shards in runs]
     return "\n\n".join(parts) + "\n"
 
 
@@ -178,7 +178,7 @@ KEY = """\
 Recommendations are left out."""
 
 
-def _section(results: Results, shards: Sequence[ShardComparison], told: Mapping[str, Any]) -> str:
+def _section(results: Results, shards: Sequence[ShardComparison]) -> str:
     """Families × layouts of one target, what it conforms to, and its shards."""
     cells = {cell["id"]: cell for cell in results.header["cells"] if cell["claimed"]}
     layouts = list(dict.fromkeys(name.split("/")[1] for name in cells))

@@ -120,10 +120,6 @@ class Tree:
                 found = None
             self.values[path] = replace(value, value=value.value if found is None else found, known=found is not None)
 
-    def below(self, prefix: str) -> dict[str, Value]:
-        """The values below a path, by what follows it."""
-        return {path[len(prefix) :]: value for path, value in self.values.items() if path.startswith(prefix)}
-
 
 @dataclass(frozen=True)
 class Names:

@@ -35,9 +35,9 @@ def trained(session: Any) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in named if parameter.requires_grad}
 
 
-def _second(session: Any) -> dict[str, torch.nn.Parameter]:
-    """Of adapters that are fresh, each lora_B of this rank: what is 0."""
-    return {name: parameter for name, parameter in trained(session).items() if not bool(parameter.any())}
+def _lora_bs(session: Any, part: str = "") -> list[torch.nn.Parameter]:
+    """Each lora_B [out, RANK] of this rank that has `part` in its name."""
+    return [of for name, of in trained(session).items() if part in name and of.shape[-1] == RANK]
 
 
 def attached(change: Callable[[Any, Cell, World], None]) -> Change:
@@ -210,8 +210,8 @@ def _marked(attribute: str, value: bool, part: str = "") -> Change:
     return attached(change)
 
 
-def _drawn_seconds(session: Any, cell: Cell, world: World) -> None:
-    for parameter in _second(session).values():
+def _drawn_lora_bs(session: Any, cell: Cell, world: World) -> None:
+    for parameter in _lora_bs(session):
         parameter.fill_(0.01)
 
 
@@ -262,26 +262,26 @@ class _Counted:
 
     def __init__(self, session: Any, times: float, part: str = "") -> None:
         self._session, self._times, self._part = session, times, part
-        self._seconds: list[torch.nn.Parameter] = []
+        self._lora_bs: list[torch.nn.Parameter] = []
 
     def attach(self, *asked: Any) -> None:
         self._session.adapters.attach(*asked)
-        self.of([of for name, of in _second(self._session).items() if self._part in name])
+        self.find()
 
-    def of(self, seconds: list[torch.nn.Parameter]) -> None:
-        """These count so often from here on."""
-        self._seconds = seconds
+    def find(self) -> None:
+        """The lora_B that are there now count so often from here on."""
+        self._lora_bs = _lora_bs(self._session, self._part)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
         """What a step adds in the block is the gradient of a lora_B that counts so often."""
-        before = [of.detach().clone() for of in self._seconds]
-        for of in self._seconds:
+        before = [of.detach().clone() for of in self._lora_bs]
+        for of in self._lora_bs:
             of.data *= self._times
         try:
             yield
         finally:
-            for of, was in zip(self._seconds, before, strict=True):
+            for of, was in zip(self._lora_bs, before, strict=True):
                 moved = of.data - self._times * was
                 of.data.copy_(was + self._times * moved)
 
@@ -300,7 +300,7 @@ def _counted_by_each_rank(session: Session, cell: Cell, world: World) -> Any:
 
     def restore(*asked: Any) -> None:
         good.restore(*asked)
-        each.of(_seconds(session, EXPERTS))
+        each.find()
 
     return facet(session, "adapters", attach=each.attach, restore=restore, logits=each.logits, step=each.step)
 
@@ -460,25 +460,20 @@ def _off_behind_the_base(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "adapters", base=base, logits=logits, step=step)
 
 
-def _seconds(session: Any, part: str = "") -> list[torch.nn.Parameter]:
-    """Each lora_B [out, RANK] of this rank that has `part` in its name."""
-    return [of for name, of in trained(session).items() if part in name and of.shape[-1] == RANK]
-
-
 def _fresh_again(session: Any, cell: Cell, world: World) -> None:
-    for parameter in _seconds(session):
+    for parameter in _lora_bs(session):
         parameter.zero_()
 
 
 def _of_first_tp_rank(session: Any, cell: Cell, world: World) -> None:
     """Other ranks go on from 0."""
-    for parameter in _seconds(session):
+    for parameter in _lora_bs(session):
         if getattr(parameter, "tensor_model_parallel", False) and coords(cell.layout, world.rank)["tp"]:
             parameter.zero_()
 
 
 def _of_first_expert_rank(session: Any, cell: Cell, world: World) -> None:
-    for parameter in _seconds(session, EXPERTS):
+    for parameter in _lora_bs(session, EXPERTS):
         if coords(cell.layout, world.rank)["ep"]:
             parameter.zero_()
 
@@ -510,7 +505,7 @@ def _restored_without_alpha(session: Session, cell: Cell, world: World) -> Any:
 
     def restore(*asked: Any) -> None:
         good.restore(*asked)
-        counted.of(_seconds(session))
+        counted.find()
 
     return facet(session, "adapters", restore=restore, logits=counted.logits, step=counted.step)
 
@@ -518,14 +513,14 @@ def _restored_without_alpha(session: Session, cell: Cell, world: World) -> Any:
 def _folded_in_place(session: Session, cell: Cell, world: World) -> Any:
     """What is sent shares the memory of the adapters, and alpha is folded into it there."""
     good: Any = session.adapters
-    seconds = list[torch.nn.Parameter]()
+    lora_bs = list[torch.nn.Parameter]()
 
     def attach(*asked: Any) -> None:
         good.attach(*asked)
-        seconds.extend(_second(session).values())
+        lora_bs.extend(_lora_bs(session))
 
     def stream() -> Sent:
-        for parameter in seconds:
+        for parameter in lora_bs:
             parameter.data *= SCALE
         yield from good.stream()
 
@@ -719,7 +714,7 @@ FAULTS = (
         bug="reported nowhere: both factors are drawn, and the policy begins as another model than its reference",
         rules=("LRA-001",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
-        wrap=attached(_drawn_seconds),
+        wrap=attached(_drawn_lora_bs),
         one_rank=True,
         says="is not 0",
     ),

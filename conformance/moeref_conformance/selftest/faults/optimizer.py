@@ -259,25 +259,19 @@ def _shared_experts_too(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "optimizer", step=step)
 
 
-def _counting_streams(session: Session, cell: Cell, world: World) -> Any:
-    good: Any = session.export
+def _counting(of: str, call: str) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap` that counts the calls of a facet in `torch.optim.Adam.calls`."""
 
-    def stream() -> Iterator[Any]:
-        yield from good.stream()
-        torch.optim.Adam.streams += 1  # type: ignore[attr-defined]
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = getattr(session, of)
 
-    return facet(session, "export", stream=stream)
+        def counted(*asked: Any) -> Any:
+            torch.optim.Adam.calls += 1  # type: ignore[attr-defined]
+            return getattr(good, call)(*asked)
 
+        return facet(session, of, **{call: counted})
 
-def _counting_forwards(session: Session, cell: Cell, world: World) -> Any:
-    good: Any = session.forward
-
-    def logits(tokens_BS: torch.Tensor) -> Any:
-        found = good.logits(tokens_BS)
-        torch.optim.Adam.forwards += 1  # type: ignore[attr-defined]
-        return found
-
-    return facet(session, "forward", logits=logits)
+    return wrap
 
 
 @contextmanager
@@ -289,13 +283,13 @@ def _rebuilt_behind_forwards(cell: Cell, world: World) -> Iterator[None]:
     adam: Any = torch.optim.Adam
 
     def step(self: Any) -> Any:
-        if seen.setdefault(id(self), adam.forwards) != adam.forwards:
+        if seen.setdefault(id(self), adam.calls) != adam.calls:
             self.reload_model_params()
-        seen[id(self)] = adam.forwards
+        seen[id(self)] = adam.calls
         return good(self)
 
     with (
-        mock.patch.object(adam, "forwards", 0, create=True),
+        mock.patch.object(adam, "calls", 0, create=True),
         mock.patch.object(MixedPrecisionOptimizer, "step_with_ready_grads", step),
     ):
         yield
@@ -307,12 +301,12 @@ def _without_moments(cell: Cell, world: World) -> Iterator[None]:
     good, seen = torch.optim.Adam.step, dict[int, int]()
 
     def step(self: Any, closure: Any = None) -> Any:
-        if seen.setdefault(id(self), self.streams) != self.streams:
+        if seen.setdefault(id(self), self.calls) != self.calls:
             self.state.clear()
-        seen[id(self)] = self.streams
+        seen[id(self)] = self.calls
         return good(self, closure)
 
-    with mock.patch.multiple(torch.optim.Adam, create=True, step=step, streams=0):
+    with mock.patch.multiple(torch.optim.Adam, create=True, step=step, calls=0):
         yield
 
 
@@ -648,15 +642,15 @@ def _restored_asleep(cell: Cell, world: World) -> Iterator[None]:
     good, load, asleep = adam.step, adam.load_state_dict, dict[int, int]()
 
     def restore(self: Any, state: Any) -> Any:
-        asleep[id(self)] = self.streams
+        asleep[id(self)] = self.calls
         return load(self, state)
 
     def step(self: Any, closure: Any = None) -> Any:
-        if asleep.pop(id(self), self.streams) != self.streams:
+        if asleep.pop(id(self), self.calls) != self.calls:
             self.state.clear()
         return good(self, closure)
 
-    with mock.patch.multiple(adam, create=True, step=step, load_state_dict=restore, streams=0):
+    with mock.patch.multiple(adam, create=True, step=step, load_state_dict=restore, calls=0):
         yield
 
 
@@ -804,7 +798,7 @@ FAULTS = (
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "one", optimizer_step=True),
         patch=_restored_asleep,
-        wrap=_counting_streams,
+        wrap=_counting("export", "stream"),
         diagnosis="moments are lost",
     ),
     Fault(
@@ -907,7 +901,7 @@ FAULTS = (
         rules=("OPT-002",),
         cell=cell("qwen3_moe", "ep2", optimizer_step=True),
         patch=_without_moments,
-        wrap=_counting_streams,
+        wrap=_counting("export", "stream"),
         one_rank=True,
         says="are not where Adam moves them",
         diagnosis="moments are lost: it moves as by a first step",
@@ -927,7 +921,7 @@ FAULTS = (
         rules=("OPT-002",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         patch=_rebuilt_behind_forwards,
-        wrap=_counting_forwards,
+        wrap=_counting("forward", "logits"),
         one_rank=True,
         diagnosis="small steps are lost",
     ),

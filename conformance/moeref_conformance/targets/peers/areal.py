@@ -54,8 +54,7 @@ class AReaL:
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[common.BridgeSession]:
         """Build the model of one rank."""
-        with mbridge_calls.built(cell, world) as (bridge, models):
-            chunks = [getattr(model, "module", model) for model in models]
+        with mbridge_calls.built(cell, world) as (bridge, models, chunks):
             loading = given(bridge, models)  # mbridge does not know the wrapper
             sending = given(bridge, [plain_model.Wrapped(chunk) for chunk in chunks])
             read = plain_model.padding(loading._load_model_from_hf, bridge.hf_config.vocab_size, cell.layout.tp)

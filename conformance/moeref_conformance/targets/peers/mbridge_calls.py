@@ -33,8 +33,7 @@ class MbridgeCalls:
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[common.BridgeSession]:
         """Build the model of one rank."""
-        with built(cell, world) as (bridge, models):
-            chunks = [getattr(model, "module", model) for model in models]
+        with built(cell, world) as (bridge, models, chunks):
             yield common.BridgeSession(
                 export=common.BridgeExport(
                     chunks,
@@ -46,11 +45,12 @@ class MbridgeCalls:
 
 
 @contextmanager
-def built(cell: Cell, world: World) -> Iterator[tuple[Any, list[Any]]]:
-    """mbridge's bridge of the cell's checkpoint, and the model that it builds on one rank."""
+def built(cell: Cell, world: World) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+    """mbridge's bridge of the cell's checkpoint, the models that it builds on one rank, and the chunks in them."""
     with common.groups(cell):
         bridge = bridge_of(cell, world)
-        yield bridge, bridge.get_model(bf16=cell.dtype == "bfloat16", use_cpu_initialization=True)
+        models = bridge.get_model(bf16=cell.dtype == "bfloat16", use_cpu_initialization=True)
+        yield bridge, models, [getattr(model, "module", model) for model in models]
 
 
 def bridge_of(cell: Cell, world: World, pads: bool = True) -> Any:

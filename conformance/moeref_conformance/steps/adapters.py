@@ -9,7 +9,7 @@ are not lent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,113 +33,104 @@ def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
     Saves tensors as `phase.name`, those of the merged stream as `merged.name`, of the base's as `base.name`, and logits
     as `logits.phase`. By these keys `overwritten` has the tensors that held other values when their stream had ended.
     """
-    cell, held, saved = context.cell, load_file(context.input("tokens")), dict[str, torch.Tensor]()
+    cell, held, received = context.cell, load_file(context.input("tokens")), _Received(adapters)
     of_all, asked = held["tokens"], modules(context.claims, cell)
     rows_BS, mask_BS = (
         gradients.batch(gradients.of_replica(held[name], cell, context.rank), cell) for name in ("tokens", "mask")
     )
     adapters.attach(context.input("checkpoint"), RANK, ALPHA, asked)
-    attached, overwritten = _digests(adapters), list[str]()
-    sent = {"fresh": _sent(adapters, "fresh", saved, overwritten)}
-    _logits(adapters.logits(of_all), "fresh", saved)
+    attached = _digests(adapters)
+    sent = {"fresh": received.sent("fresh")}
+    received.logits("fresh", of_all)
     for phase, rate in RATES.items():
         with recomputing(cell)(adapters.chunks()) if phase == "step2" else nullcontext():
             adapters.step(rows_BS, mask_BS, rate)
-        sent[phase] = _sent(adapters, phase, saved, overwritten)
+        sent[phase] = received.sent(phase)
         if phase == "step1":
             deque(adapters.merged(), maxlen=0)
             if context.claims.adapter_base:
                 deque(adapters.base(), maxlen=0)
             adapters.logits(of_all, base=True)
-    _logits(adapters.logits(of_all), "trained", saved)
-    _logits(adapters.logits(of_all, base=True), "base", saved)
+    received.logits("trained", of_all)
+    received.logits("base", of_all, base=True)
     own = not context.claims.lends and context.claims.lasts == "stream"
-    weights = {"merged": _weights(adapters.merged(), "merged", saved, overwritten, own)}
+    weights = {"merged": received.weights("merged", adapters.merged(), own)}
     if context.claims.adapter_base:
-        weights["base"] = _weights(adapters.base(), "base", saved, overwritten, own)
-    sent["again"] = _sent(adapters, "again", saved, overwritten, own)
-    _logits(adapters.logits(of_all), "after", saved)
+        weights["base"] = received.weights("base", adapters.base(), own)
+    sent["again"] = received.sent("again", own)
+    received.logits("after", of_all)
     digests = {"attached": attached, "left": _digests(adapters)}
     if context.claims.adapter_saves:
-        sent |= _resumed(adapters, context, lambda: adapters.step(rows_BS, mask_BS, RESUMED_RATE), saved, overwritten)
-    context.save("adapters", saved)
-    return {"sent": sent, **weights, "overwritten": overwritten, **digests}
+        sent |= _resumed(adapters, context, lambda: adapters.step(rows_BS, mask_BS, RESUMED_RATE), received)
+    context.save("adapters", received.tensors)
+    return {"sent": sent, **weights, "overwritten": received.overwritten, **digests}
 
 
 def _resumed(
-    adapters: Adapters,
-    context: Context,
-    step: Callable[[], None],
-    saved: dict[str, torch.Tensor],
-    overwritten: list[str],
+    adapters: Adapters, context: Context, step: Callable[[], None], received: _Received
 ) -> dict[str, list[str]]:
     """The names that are sent around a save, a step, a restore and the same step; logits of what is restored."""
-    sent = {"saved": _sent(adapters, "saved", saved, overwritten)}
+    sent = {"saved": received.sent("saved")}
     folder = context.world.workdir / "adapters"
     folder.mkdir()
     adapters.save(folder)
     step()
-    sent["on"] = _sent(adapters, "on", saved, overwritten)
+    sent["on"] = received.sent("on")
     adapters.restore(context.input("checkpoint"), folder)
-    sent["restored"] = _sent(adapters, "restored", saved, overwritten)
-    _logits(adapters.logits(load_file(context.input("tokens"))["tokens"]), "restored", saved)
+    sent["restored"] = received.sent("restored")
+    received.logits("restored", load_file(context.input("tokens"))["tokens"])
     step()
-    sent["resumed"] = _sent(adapters, "resumed", saved, overwritten)
+    sent["resumed"] = received.sent("resumed")
     return sent
 
 
-def _sent(
-    adapters: Adapters, phase: str, saved: dict[str, torch.Tensor], overwritten: list[str], own: bool = False
-) -> list[str]:
-    """The names of what this rank is given, whose tensors are saved, and if they are its own then zeroed."""
-    names, given = list[str](), dict[str, torch.Tensor]()
+class _Received:
+    """Copies of what this rank is given, by key; and the keys of what held other values once its stream had ended.
+
+    `own`: the tensors are this rank's own, and are zeroed once all came, as names may share one.
+    """
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+        self.tensors, self.overwritten = dict[str, torch.Tensor](), list[str]()
+
+    def sent(self, phase: str, own: bool = False) -> list[str]:
+        """The names of the adapters that this rank is given, which are kept as `phase.name`."""
+        return self._keep(phase, ((name, name, tensor) for name, tensor in _pairs(self._adapters)), own)
+
+    def weights(self, of: str, stream: Iterator[tuple[TensorMeta, torch.Tensor | None]], own: bool) -> list[Any]:
+        """The metadata of the weights that this rank is given, which are kept as `of.name`."""
+        pairs = items(stream, f"adapters.{of}")
+        return self._keep(of, ((to_plain(meta), meta.name, tensor) for meta, tensor in pairs), own)
+
+    def logits(self, phase: str, tokens_BS: torch.Tensor, base: bool = False) -> None:
+        """Keep the logits, if this rank has any, as `logits.phase`."""
+        logits_BSV = self._adapters.logits(tokens_BS, base=base)
+        if logits_BSV is not None:
+            self.tensors[f"logits.{phase}"] = copied(logits_BSV)
+
+    def _keep(self, prefix: str, stream: Iterable[tuple[Any, str, torch.Tensor | None]], own: bool) -> list[Any]:
+        """What is said of each tensor: the first of `stream`, before its name."""
+        said, given = [], dict[str, torch.Tensor]()
+        for what, name, tensor in stream:
+            if tensor is not None:
+                said.append(what)
+                key = free_key(self.tensors, f"{prefix}.{name}")
+                self.tensors[key], given[key] = copied(tensor), tensor
+        self.overwritten += [key for key, tensor in given.items() if not same_bytes(tensor, self.tensors[key])]
+        with torch.inference_mode():  # it may also write to inference tensors
+            for tensor in given.values() if own else ():
+                tensor.detach().zero_()
+        return said
+
+
+def _pairs(adapters: Adapters) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """What is sent. Raises TypeError for anything but a name and a tensor or None."""
     for name, tensor in adapters.stream():
         if not isinstance(name, str) or not (tensor is None or isinstance(tensor, torch.Tensor)):
             what = f"{type(name).__name__}, {type(tensor).__name__}"
             raise TypeError(f"adapters.stream() gave ({what}), expected (str, torch.Tensor or None)")
-        if tensor is not None:
-            names.append(name)
-            key = free_key(saved, f"{phase}.{name}")
-            saved[key], given[key] = copied(tensor), tensor
-    overwritten += _unlike(given, saved)
-    _zero(given.values() if own else ())
-    return names
-
-
-def _unlike(given: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of what holds other values now that its stream has ended."""
-    return [key for key, tensor in given.items() if not same_bytes(tensor, saved[key])]
-
-
-def _zero(given: Iterable[torch.Tensor]) -> None:
-    """Once all came: names may share a tensor. inference_mode may also write to inference tensors."""
-    with torch.inference_mode():
-        for tensor in given:
-            tensor.detach().zero_()
-
-
-def _weights(
-    stream: Iterator[tuple[TensorMeta, torch.Tensor | None]],
-    of: str,
-    saved: dict[str, torch.Tensor],
-    overwritten: list[str],
-    own: bool,
-) -> list[dict[str, Any]]:
-    """The metadata of what this rank is given, whose tensors are saved, and if they are its own then zeroed."""
-    rows, given = [], dict[str, torch.Tensor]()
-    for meta, tensor in items(stream, f"adapters.{of}"):
-        if tensor is not None:
-            rows.append(to_plain(meta))
-            key = free_key(saved, f"{of}.{meta.name}")
-            saved[key], given[key] = copied(tensor), tensor
-    overwritten += _unlike(given, saved)
-    _zero(given.values() if own else ())
-    return rows
-
-
-def _logits(logits_BSV: torch.Tensor | None, phase: str, saved: dict[str, torch.Tensor]) -> None:
-    if logits_BSV is not None:
-        saved[f"logits.{phase}"] = copied(logits_BSV)
+        yield name, tensor
 
 
 def _digests(adapters: Adapters) -> list[list[Any]]:

@@ -93,7 +93,7 @@ def test_per_expert_files_are_sharded_with_an_index(family: str, work: Path) -> 
 UNPUBLISHED = {"bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "initializer_range", "use_cache"}
 UNPUBLISHED_OF = {"mixtral": {"head_dim", "rope_scaling", "router_jitter_noise"}}
 #: transformers takes this number of experts for that of the others, where published configs have its default.
-UNPUBLISHED_OF |= dict.fromkeys(("glm_moe_dsa", "deepseek_v32"), {"num_experts"})
+UNPUBLISHED_OF |= {family: {"num_experts"} for family in ("glm_moe_dsa", "deepseek_v32")}
 #: What transformers' object has of the file it came from.
 OF_FILES = {"architectures", "dtype", "transformers_version", "_name_or_path", "num_nextn_predict_layers"}
 

@@ -63,17 +63,16 @@ class Indexer:
 
     @functools.cached_property
     def shared(self) -> tuple[int, int] | None:
-        """(how often a layer has an indexer, which layer, from 1, is the first of the period); None without a period.
+        """(how often a layer has an indexer, after which layer, counted from 1); None for layers without a period.
 
         megatron-core's numbers: the layers up to that one have an indexer, and of those after it every so many-th.
         """
-        layers = self.layers
-
-        def are(every: int, first: int) -> bool:
-            return layers == tuple(max(i + 1 - first, 0) % every == 0 for i in range(len(layers)))
-
-        pairs = ((every, first) for every in range(1, len(layers) + 1) for first in range(1, len(layers) + 1))
-        return next((pair for pair in pairs if are(*pair)), None)
+        if all(self.layers):
+            return 1, 1
+        number, first = len(self.layers), self.layers.index(False)
+        every = next((i + 1 - first for i in range(first, number) if self.layers[i]), number + 1 - first)
+        periodic = tuple(max(i + 1 - first, 0) % every == 0 for i in range(number))
+        return (every, first) if periodic == self.layers else None
 
     @property
     def dims(self) -> dict[str, int]:

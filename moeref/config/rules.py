@@ -61,6 +61,12 @@ def _dsa(now: Effective) -> bool:
     return bool(now[_VARIANT] == "dsa")
 
 
+def _gathers(now: Effective) -> bool:
+    kinds: Any = now[_CP_KIND]
+    listed = kinds if isinstance(kinds, list) else [kinds]
+    return all(str(kind).replace("_", "").lower() == "allgather" for kind in listed)
+
+
 def _ill_sized(now: Effective) -> bool:
     """Whether hierarchical groups have no sizes where Transformer Engine needs them, or sizes that are not of CP."""
     sizes: Any = now[_CP_SIZES]
@@ -165,7 +171,7 @@ RULES: tuple[Rule, ...] = (
         "dsa-under-cp-by-all-gather", "run", (_VARIANT, _CP_KIND),
         "sparse attention gathers keys under context parallelism, and takes nothing else",
         f"drop {_CP_KIND}", "TransformerConfig.__post_init__: AssertionError",
-        lambda now: _dsa(now) and now.layout.cp > 1 and now[_CP_KIND] not in ("all_gather", "allgather"),
+        lambda now: _dsa(now) and now.layout.cp > 1 and not _gathers(now),
     ),
     Rule(
         "dsa-without-rope-fusion", "run", (_VARIANT, "apply_rope_fusion"),

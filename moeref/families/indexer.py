@@ -16,15 +16,15 @@ from moeref.families.model import FamilyError, Indexer, UnmappedModelError
 from moeref.families.reading import require
 
 _of_indexer = partial(constructors.replicated, where="indexer")
-M, H = "decoder.layers.{layer}.self_attention.core_attention.indexer.", "model.layers.{layer}.self_attn.indexer."
+L, H = "decoder.layers.{layer}.self_attention.core_attention.indexer.", "model.layers.{layer}.self_attn.indexer."
 #: Whole on every TP rank. Keys have a LayerNorm, which has a bias.
 MAPPINGS_OF_INDEXER = (
-    _of_indexer(megatron=M + "linear_wq_b.weight", hf=H + "wq_b.weight", dims=("index_q", "q_rank")),
-    _of_indexer(megatron=M + "linear_wk.weight", hf=H + "wk.weight", dims=("index_k", "hidden")),
-    _of_indexer(megatron=M + "k_norm.weight", hf=H + "k_norm.weight", dims=("index_k",)),
-    _of_indexer(megatron=M + "k_norm.bias", hf=H + "k_norm.bias", dims=("index_k",)),
+    _of_indexer(megatron=L + "linear_wq_b.weight", hf=H + "wq_b.weight", dims=("index_q", "q_rank")),
+    _of_indexer(megatron=L + "linear_wk.weight", hf=H + "wk.weight", dims=("index_k", "hidden")),
+    _of_indexer(megatron=L + "k_norm.weight", hf=H + "k_norm.weight", dims=("index_k",)),
+    _of_indexer(megatron=L + "k_norm.bias", hf=H + "k_norm.bias", dims=("index_k",)),
     _of_indexer(
-        megatron=M + "linear_weights_proj.weight", hf=H + "weights_proj.weight", dims=("index_heads", "hidden")
+        megatron=L + "linear_weights_proj.weight", hf=H + "weights_proj.weight", dims=("index_heads", "hidden")
     ),
 )
 
@@ -45,6 +45,8 @@ def read_indexer(hf: Mapping[str, Any], name: str) -> Indexer:
     Without `indexer_rope_interleave` rope turns halves, as in vLLM. transformers 5.12 never reads it
     (transformers#46842).
     """
+    if not hf.get("q_lora_rank"):
+        raise UnmappedModelError(f"{name}: an indexer reads latent queries, and q_lora_rank={hf.get('q_lora_rank')!r}")
     indexer = Indexer(
         layers=_layers(hf, name, require(hf, name, "num_hidden_layers")),
         heads=require(hf, name, "index_n_heads"),

@@ -279,6 +279,7 @@ def test_layers_with_an_indexer_have_a_period(
     [
         ({"indexer_types": ["full", "shared"]}, "full or shared for each of 4 layers, the first full, not"),
         ({"index_topk_pattern": "SFFF"}, "F or S for each of 4 layers, the first F, not SFFF"),
+        ({"q_lora_rank": None}, "an indexer reads latent queries, and q_lora_rank=None"),
         ({"index_topk_pattern": "FSFF"}, "indexers of layers without a period are not mapped"),
     ],
 )

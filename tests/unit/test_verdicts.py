@@ -106,7 +106,9 @@ def test_sparse_attention_works_where_megatron_computes_it() -> None:
         refused = check(model, layout, core=core, asked=MoEConfig(transformer_config_kwargs=asked), verify=False)
         assert refused.verdict == "refused"
         assert any(f"[{rule}]" in problem.text + problem.fix for problem in refused.problems), refused.problems
-    assert check("glm-5", "cp=2,ep=64", verify=False).verdict == "works"
+    for kind in ({}, {"cp_comm_type": "allgather"}):
+        asked = MoEConfig(transformer_config_kwargs=kind)
+        assert check("glm-5", "cp=2,ep=64", asked=asked, verify=False).verdict == "works"
     older = check("glm-5", uneven, core="0.16", verify=False)
     assert older.verdict == "refused"
     assert "has no dsa_indexer_k_norm_epsilon, which glm_moe_dsa needs" in str(older.problems)

@@ -166,7 +166,7 @@ def test_ranks_that_receive_nothing_have_the_same_names() -> None:
     assert others == [(name, None) for name in given]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "qwen3_moe", "glm4_moe", "qwen3_next"])
 def test_buckets_keep_weights_with_their_scales_and_files_are_read_back(family: str, tmp_path: Path) -> None:
     plan = Plan(ShardMap(model(family, num_hidden_layers=3, dtype="bfloat16"), Layout()))
     chunks = holder(plan.shard_map, 0)

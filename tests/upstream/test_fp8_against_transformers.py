@@ -91,8 +91,9 @@ def files(shard_map: ShardMap) -> tuple[Tensors, Tensors]:
     torch.manual_seed(0)
     held: Tensors = {}
     plain: Tensors = {}
+    linears = ("_proj.weight", ".indexer.wq_b.weight", ".indexer.wk.weight")
     for tensor in hf_tensors(shard_map):
-        if len(tensor.shape) == 2 and tensor.name.endswith("_proj.weight"):
+        if tensor.name.endswith(linears) and not tensor.name.endswith(".indexer.weights_proj.weight"):
             held[tensor.name], held[f"{tensor.name}_scale_inv"] = quantised(*tensor.shape)
             plain[tensor.name] = by_transformers(held[tensor.name], held[f"{tensor.name}_scale_inv"])
         else:
@@ -101,7 +102,7 @@ def files(shard_map: ShardMap) -> tuple[Tensors, Tensors]:
 
 
 @pytest.mark.parametrize("layout", ["tp=1", "tp=2,pp=3,ep=2,etp=1", "ep=2,etp=2"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "qwen3_moe"])
 def test_a_rank_loads_what_it_loads_of_the_files_in_bf16(family: str, layout: str, tmp_path: Path) -> None:
     shard_map = ShardMap(model(family, **LAYERS, **QUANTISED, dtype="bfloat16"), Layout.parse(layout))
     held, plain = files(shard_map)

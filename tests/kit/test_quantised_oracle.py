@@ -94,7 +94,7 @@ def test_half_a_step_is_within_the_limit_and_a_whole_one_is_not() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_has_a_block_of_zeros_and_some_are_no_whole_blocks(family: str) -> None:
     model, config = published(family)
-    ends = ("_proj.weight", "_mqa.weight", "_qkv.weight", "_qkvz.weight", "_z.weight")
+    ends = ("_proj.weight", ".wk.weight", ".wq_b.weight", "_mqa.weight", "_qkv.weight", "_qkvz.weight", "_z.weight")
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name.endswith(ends)}
     names, block = oracle.quantised(config, tensors), request.BLOCKS[family]
     found = request.weights(tensors, block)
@@ -103,7 +103,12 @@ def test_every_weight_has_a_block_of_zeros_and_some_are_no_whole_blocks(family: 
     assert max(float(blocks.max() / blocks[blocks > 0].min()) for blocks in largest.values()) > 1000
     short = {tuple(n % of > 0 for n, of in zip(tensors[name].shape, block, strict=True)) for name in names}
     # Of Qwen3's experts, which transformers holds in one tensor, both sides end so, as of Qwen3.5's linears.
-    more = {"deepseek_v3": {(False, False)}, "qwen3_5_moe_text": {(True, True)}, "qwen3_next": {(False, False)}}
+    more = {
+        "deepseek_v3": {(False, False)},
+        "deepseek_v32": {(False, False)},
+        "qwen3_5_moe_text": {(True, True)},
+        "qwen3_next": {(False, False)},
+    }
     assert short == {(True, False), (False, True), *more.get(family, set())}
 
 

@@ -24,7 +24,8 @@ SLACK = 1 + 2.0**-4
 #: The linears of layers. Routers, norms and what is outside of layers is not among them.
 _LINEAR = re.compile(
     r"(model|mtp)\.layers\.\d+\."
-    r"((self_attn|mlp)\.(.+\.)?[a-z_]+_proj(_with_mqa)?|linear_attn\.(in_proj_[a-z]+|out_proj))"
+    r"((self_attn|mlp)\.(.+\.)?[a-z_]+_proj(_with_mqa)?|self_attn\.indexer\.(wq_b|wk)"
+    r"|linear_attn\.(in_proj_[a-z]+|out_proj))"
 )
 
 

@@ -18,6 +18,7 @@ SCALES = "_scale_inv"
 #: `in_proj_qkvz`. Qwen3-Next's hidden size is one block, so that scales of its linears have one column or one row.
 BLOCKS: dict[str, Block] = {
     "deepseek_v3": (8, 8),
+    "deepseek_v32": (8, 8),
     "qwen3_5_moe_text": (24, 24),
     "qwen3_moe": (16, 16),
     "qwen3_next": (40, 40),
@@ -38,6 +39,7 @@ _HYBRID = (
 #: Modules of each layer that published files keep as they are.
 _LISTED = {
     "deepseek_v3": ("mlp.gate",),
+    "deepseek_v32": ("mlp.gate", "self_attn.indexer.weights_proj"),
     "qwen3_moe": ("input_layernorm", "mlp.gate", "post_attention_layernorm"),
     "qwen3_5_moe_text": _HYBRID,
     "qwen3_next": _HYBRID,
@@ -60,7 +62,7 @@ def config(model: Mapping[str, Any], listed: bool = True, powers: bool = True) -
     """
     made: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
     family, layers = model["model_type"], range(model["num_hidden_layers"])
-    if powers and family == "deepseek_v3":
+    if powers and family in ("deepseek_v3", "deepseek_v32"):
         made["scale_fmt"] = "ue8m0"
     if listed:
         kept = [f"model.layers.{layer}.{part}" for layer in layers for part in _LISTED[family]]

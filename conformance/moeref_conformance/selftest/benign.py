@@ -1336,7 +1336,12 @@ _DESIGNS = (
         why="made after the weights are loaded it has no older copies of them, and norms are for clipping alone",
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         wrap=_made_by_its_first_step,
-        claims={"optimizer_saves": False, "optimizer_settings": False, "optimizer_skips": False},
+        claims={
+            "optimizer_reference": False,
+            "optimizer_saves": False,
+            "optimizer_settings": False,
+            "optimizer_skips": False,
+        },
     ),
     Benign(
         id="reference-read-from-its-files",

@@ -23,12 +23,12 @@ from moeref.delta.state import Bits, Fingerprint, State, bits_of
 from moeref.torch_dtypes import BITS
 
 T = TypeVar("T")
-#: `map`, or that of a pool of threads.
+#: `map`, or the `map` of a pool of threads.
 Each = Callable[..., Iterable[Any]]
 
 
 class Change(NamedTuple):
-    """New values of one span of a tensor, at `positions` after `start`; None: at all."""
+    """New values of one span of a tensor, at `positions` counted from `start`; None stands for every element."""
 
     name: str
     start: int
@@ -37,7 +37,7 @@ class Change(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One span as it is written: its fields, and where in the body its parts are."""
+    """One span of a message: its fields, the body of the message, and the byte `at` which its parts begin there."""
 
     fields: dict[str, Any]
     body: memoryview
@@ -45,7 +45,7 @@ class Span(NamedTuple):
     zstd: bool
 
     def check(self) -> None:
-        """Raise DeltaError, with the tensor's name, for parts that are not of its form."""
+        """Raise DeltaError, with the tensor's name, if the parts are not as the span's form has them."""
         form, elements, changed = self.fields["form"], self.fields["elements"], self.fields["changed"]
         try:
             forms.check(form, self._opened(), elements, self._dtype, changed)
@@ -53,7 +53,7 @@ class Span(NamedTuple):
             raise DeltaError(f"{self.fields['name']}, from element {self.fields['start']}: {error}") from None
 
     def change(self) -> Change:
-        """What is to be written, of parts that `check` has accepted."""
+        """The values to write, decoded from parts that `check` has accepted."""
         form, elements, dtype = self.fields["form"], self.fields["elements"], self._dtype
         if form == "index" and elements <= forms.BLOCK and not self.zstd:
             found: tuple[Positions | None, Bits] = forms.decode_short(self.body, self.at, self.fields["changed"], dtype)
@@ -63,7 +63,7 @@ class Span(NamedTuple):
 
     @property
     def parts(self) -> list[memoryview]:
-        """As they are in the body."""
+        """The parts as they are in the body, with zstd if it has that."""
         ends = itertools.accumulate(self.fields["bytes"], initial=self.at)
         return [self.body[a:b] for a, b in itertools.pairwise(ends)]
 
@@ -80,7 +80,7 @@ class Span(NamedTuple):
         return _integers(self.fields["dtype"])
 
     def _opened(self) -> Sequence[Part]:
-        """The parts, without zstd, each of a size that its form allows."""
+        """The parts, decompressed. Raises DeltaError for a number or sizes of parts that the form does not allow."""
         form, changed, width = self.fields["form"], self.fields["changed"], self._dtype.itemsize
         bounds = forms.sizes(form, self.fields["elements"], width, changed, self.zstd)
         parts = self.parts
@@ -101,9 +101,10 @@ def _integers(dtype: str) -> np.dtype[Any]:
 
 
 class Receiver:
-    """The engine's side: tensors by Hugging Face name, and the version they are of.
+    """The engine's side: tensors by Hugging Face name, and their version.
 
-    The tensors are written in place, so they have to be contiguous. Reading them for their hashes takes one pass.
+    Deltas are written into the tensors, so they have to be contiguous: DeltaError if one is not. A new receiver reads
+    every tensor once, for its hash.
     """
 
     def __init__(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -115,15 +116,16 @@ class Receiver:
 
     @property
     def state(self) -> State:
-        """The version that the tensors are of. Raises DeltaError between two versions."""
+        """Version and hashes of the tensors. Raises DeltaError while a delta is half applied."""
         if self._begun:
             raise DeltaError(f"between version {self._state.version} and {self._begun[0]}: {_AGAIN}")
         return self._state
 
     def apply(self, messages: Iterable[bytes], *, verify: bool = True, threads: int = 1) -> State:
-        """Go to the version of a delta; `verify` reads every tensor that was written and compares its hash.
+        """Bring the tensors to the version of a delta; return their state.
 
-        messages: a list of them, a `File`, or another iterable, whose messages are then kept in memory.
+        messages: a list, a `File`, or another iterable, whose messages are then kept in memory.
+        verify: read every tensor that was written, and compare its hash.
         threads: how many work on the spans of a message, and on the tensors to verify, at once.
 
         Raises DeltaError before anything is written for a delta that is cut off, changed, of another base, or names
@@ -138,7 +140,7 @@ class Receiver:
             sums: list[int] = []
             after = self._check(kept, each, held, sums)
             self._begun = (after.version, after.hash)
-            # What is not in memory, a file, is read again.
+            # Messages that are not in memory, but in a file, are read again.
             for spans in _all_spans(kept, sums) if held is None else held:
                 deque(each(self._write, spans), maxlen=0)
             if verify:
@@ -147,7 +149,7 @@ class Receiver:
         return after
 
     def _check(self, messages: Iterable[bytes], each: Each, held: list[list[Span]] | None, sums: list[int]) -> State:
-        """Read all of a delta; the state after it. Raises DeltaError if it cannot be applied."""
+        """Read all of a delta; return the state after it. Raises DeltaError if it cannot be applied."""
         header, after = _checked(messages, self._state, each, held, sums)
         whole = (after.version, after.hash)
         if self._begun and whole != self._begun:
@@ -173,7 +175,7 @@ class Receiver:
         on_device[where] = values
 
     def _changed(self, after: State) -> list[str]:
-        """The tensors that a delta has written; any, if it was applied before."""
+        """The names of the tensors that a delta has written; all of them, if it was applied before."""
         held, same = self._state, self._state == after
         return [name for name, one in after.tensors.items() if same or one.hash != held.tensors[name].hash]
 
@@ -190,7 +192,7 @@ _AGAIN = "apply that delta again, or load the whole model into a new Receiver"
 
 
 def check(messages: Iterable[bytes], state: State, each: Each = map) -> tuple[dict[str, Any], State]:
-    """Header of a delta, and the state after it for a receiver of `state`. Raises DeltaError for what `apply` refuses.
+    """The header of a delta, and the state in which it leaves a receiver of `state`. Raises DeltaError as `apply` does.
 
     Bases are not compared: `Receiver.apply` does that.
     """
@@ -200,7 +202,7 @@ def check(messages: Iterable[bytes], state: State, each: Each = map) -> tuple[di
 def _checked(
     messages: Iterable[bytes], state: State, each: Each, held: list[list[Span]] | None, sums: list[int]
 ) -> tuple[dict[str, Any], State]:
-    """See `check`; adds the spans of each message to `held`, if given, and its checksum to `sums`."""
+    """Do what `check` does, and add the spans of each message to `held`, if given, and its checksum to `sums`."""
     reader, hashes = Reader(), dict[str, str]()
     touched: dict[str, int] = {}
     ended: str | None = None
@@ -231,7 +233,10 @@ def _checked(
 
 
 def _unproved(spans: Sequence[Span], body: memoryview) -> list[Span]:
-    """The spans that have to be checked one by one: those that are short indices are checked together, in thousands."""
+    """The spans that have yet to be checked one by one.
+
+    Short indices are checked here, a thousand at a time: those of a thousand that passes are left out.
+    """
     left = [span for span in spans if not span.short]
     short = [span for span in spans if span.short]
     for first in range(0, len(short), 1000):
@@ -242,7 +247,7 @@ def _unproved(spans: Sequence[Span], body: memoryview) -> list[Span]:
 
 
 def _ended(fields: dict[str, Any], count: int, hashes: dict[str, str], touched: dict[str, int]) -> str:
-    """The hash that the end of a delta says."""
+    """The hash in the message that ends a delta. Raises DeltaError if that does not fit the messages before it."""
     if fields["messages"] != count:
         raise DeltaError(f"{count} messages, the end says {fields['messages']}")
     if odd := sorted(hashes.keys() ^ touched.keys()):

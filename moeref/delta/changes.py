@@ -1,6 +1,6 @@
-"""Which elements of a span differ between two versions: words of 8 bytes are compared, and elements of those that do.
+"""Which elements of a span differ between two versions: words of 8 bytes are compared, then elements of unequal words.
 
-At 1 % of bf16 elements, 4 % of the words differ, and little more is read than the two versions.
+If 1 % of bf16 elements differ, 4 % of the words do, and little more is read than the two versions.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from moeref.delta.state import Bits
 
 Positions = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-#: Where more words than one in this many differ, elements are compared from the start.
+#: If more than one word in this many differs, all elements are compared.
 _MANY = 8
-#: Up to so many bytes elements are compared from the start: words need more calls.
+#: In spans of at most this many bytes all elements are compared: comparing words takes more calls.
 _SHORT = 1 << 17
-#: Of fewer flags numpy is quicker alone than after groups of them.
+#: In a mask of fewer flags, numpy finds those that are true quicker one by one than in groups.
 _FEW = 1 << 16
 
 
 @dataclass(eq=False)
 class Changes:
-    """Changed elements of a span: `where` and their `values` if few are known to be, else `flags` for all of it."""
+    """The changed elements of a span, whose new elements are `new`.
+
+    If few changed, `where` has their positions and `found` their values; else `flags` is true at those that changed.
+    """
 
     new: Bits
     where: Positions | None = None
@@ -41,7 +44,7 @@ class Changes:
 
     @cached_property
     def positions(self) -> Positions:
-        """Those of the changed elements, ascending."""
+        """The positions of the changed elements in the span, ascending."""
         return find(self.mask, self.count) if self.where is None else self.where
 
     @cached_property
@@ -60,7 +63,7 @@ class Changes:
 
 
 def between(old: Bits, new: Bits) -> Changes:
-    """The changes of `new` against `old`, quickest where both are in the cache: what differs is read again."""
+    """The changes of `new` against `old`, quickest if both fit in the cache: what differs is read again."""
     if new.nbytes <= _SHORT:
         return Changes(new, flags=old != new)
     whole = new.nbytes // 8 * 8 // new.itemsize
@@ -80,7 +83,7 @@ def between(old: Bits, new: Bits) -> Changes:
 
 
 def joined(new: Bits, pieces: Sequence[Changes]) -> Changes:
-    """The changes of pieces of `new` that follow each other, as those of one span."""
+    """The changes of a whole span `new`, from those of the pieces that it consists of, in order."""
     if len(pieces) == 1:
         return pieces[0]
     if any(piece.where is None for piece in pieces):
@@ -91,7 +94,7 @@ def joined(new: Bits, pieces: Sequence[Changes]) -> Changes:
 
 
 def split(changes: Changes, sizes: Sequence[int]) -> Iterator[Changes]:
-    """The changes of the pieces of these sizes, which are laid end to end: what `joined` puts together."""
+    """The changes of each piece of a span; `sizes` are the pieces' elements, in order. Inverse of `joined`."""
     pieces = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
     if changes.where is None:
         yield from (Changes(changes.new[a:b], flags=changes.mask[a:b]) for a, b in pieces)
@@ -102,9 +105,9 @@ def split(changes: Changes, sizes: Sequence[int]) -> Iterator[Changes]:
 
 
 def find(mask: Mask, count: int) -> Positions:
-    """Where `mask` is true, `count` times, ascending.
+    """The positions at which `mask` is true, ascending; `count` is how many there are.
 
-    numpy goes from one to the next where less than a tenth is true, which is slow: groups of 8 are looked at first.
+    If less than a tenth is true, numpy looks for each in turn, which is slow: groups of 8 are looked at first.
     """
     if mask.size < _FEW or count * 10 > mask.size:
         return mask.nonzero()[0]
@@ -112,14 +115,17 @@ def find(mask: Mask, count: int) -> Positions:
     groups = mask[:whole].view(np.uint64)
     in_groups = groups != 0
     hit = find(in_groups, int(np.count_nonzero(in_groups)))
-    found = _inside(hit, groups.take(hit).view(np.bool_).nonzero()[0], 3)
+    positions = _inside(hit, groups.take(hit).view(np.bool_).nonzero()[0], 3)
     rest = mask[whole:].nonzero()[0] + whole
-    return np.concatenate([found, rest]) if rest.size else found
+    return np.concatenate([positions, rest]) if rest.size else positions
 
 
 def _inside(groups: Positions, inner: Positions, bits: int) -> Positions:
-    """Positions, from those of groups of 2 to the `bits` elements and those inside the groups, laid end to end."""
-    found: Positions = groups.take(inner >> bits)
-    found <<= bits
-    found += inner & ((1 << bits) - 1)
-    return found
+    """The positions of elements in a span that is cut into groups of 2 to the power of `bits` elements.
+
+    groups: the numbers of some groups. inner: the positions of elements if only these groups are laid end to end.
+    """
+    positions: Positions = groups.take(inner >> bits)
+    positions <<= bits
+    positions += inner & ((1 << bits) - 1)
+    return positions

@@ -1,4 +1,4 @@
-"""Making a delta: the elements of new weights whose bytes differ from those of a base, in messages."""
+"""Makes a delta: messages with the elements of new weights whose bytes differ from those of a base."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from moeref.delta.messages import FORMAT, Writer
 from moeref.delta.state import Bits, State, bits_of
 from moeref.torch_dtypes import dtype_name
 
-#: Elements of a span, and bytes that are compared and hashed at once, so that those of both versions stay in the cache.
+#: Elements of a span, and bytes compared and hashed at a time: both versions of those stay in the cache.
 SPAN = 1 << 20
 PIECE = 1 << 19
-#: Tensors of at most so many bytes are compared together, up to so many bytes of them.
+#: Tensors of at most SMALL bytes are compared together, up to TOGETHER bytes at a time.
 SMALL, TOGETHER = 1 << 17, 1 << 21
 BUCKET = 64 << 20
 Streamed = Iterable[Named] | Mapping[str, torch.Tensor]
 
 
 class Described(NamedTuple):
-    """A tensor as a span names it."""
+    """Name, dtype and shape of a tensor, as a span has them."""
 
     name: str
     dtype: str
@@ -37,7 +37,7 @@ class Described(NamedTuple):
 
 
 class Together:
-    """Small tensors of both versions, copied end to end: a call each would cost more, and a stream may reuse memory."""
+    """Both versions of small tensors, copied end to end: a call for each costs more, and a stream may reuse memory."""
 
     def __init__(self) -> None:
         self._copies = np.empty((2, TOGETHER), np.uint8)
@@ -45,7 +45,7 @@ class Together:
         self._end, self._dtype = 0, np.dtype(np.uint8)
 
     def fits(self, new: Bits) -> bool:
-        """Whether there is room, and elements are as wide as those before."""
+        """Whether there is room for a tensor, and its elements have as many bytes as those before."""
         return not self._held or (self._dtype == new.dtype and self._end + new.nbytes <= TOGETHER)
 
     def add(self, described: Described, old: Bits, new: Bits) -> None:
@@ -57,7 +57,7 @@ class Together:
         self._end, self._dtype = end, new.dtype
 
     def changes(self) -> Iterator[tuple[Described, Changes]]:
-        """Those of each tensor, in order; they are views of the copies. Empties this."""
+        """The changes of each tensor, in order, as views of the copies. No tensor is held afterwards."""
         old, new = (copies[: self._end].view(self._dtype) for copies in self._copies)
         held, self._held, self._end = self._held, [], 0
         sizes = [size for _, size in held]
@@ -65,11 +65,11 @@ class Together:
 
 
 class Delta:
-    """A delta that is made while it is iterated over, once; then `state` is that of the new version.
+    """A delta, made while it is iterated over, once. After that `state` is the state of the new version.
 
-    state: of the base. base, new: the tensors of both, as any iterables of (Hugging Face name, tensor) in one order, or
-    `base` as a mapping. Held in memory at a time are a tensor of each, copies of small ones (4 MiB) and one
-    message: `bucket` bytes and a span more.
+    state: the state of the base. base, new: the tensors of both, as iterables of (Hugging Face name, tensor) in the
+    same order, or `base` as a mapping. Held in memory at a time are a tensor of each, copies of small ones (4 MiB) and
+    one message, of at most `bucket` bytes and a span more.
 
     Raises DeltaError, with the tensor's name, where names, dtypes or shapes differ, where the bytes of `base` are not
     those of `state` (`trusted` leaves that out), and for a version that is no int or not later.
@@ -95,7 +95,7 @@ class Delta:
         self._spans: list[dict[str, Any]] = []
         self._body: list[Part] = []
         self._bytes = 0
-        self._hashes: dict[str, str] = {}  # not yet written
+        self._hashes: dict[str, str] = {}  # of tensors that no message has yet
         self._changed: dict[str, str] = {}
         self._seen: set[str] = set()
         self._together = Together()
@@ -103,7 +103,7 @@ class Delta:
 
     @property
     def state(self) -> State:
-        """Of the new version. Raises DeltaError before the delta is complete."""
+        """The state of the new version. Raises DeltaError before the delta is complete."""
         if self._state is None:
             raise DeltaError(f"the delta to version {self._version} is not complete: iterate over all of it first")
         return self._state
@@ -140,7 +140,7 @@ class Delta:
         self._together.add(described, before, after)
 
     def _flush(self) -> Iterator[bytes]:
-        """Note the changes of the small tensors that wait."""
+        """Add the changes of the small tensors that are held to the next message."""
         for described, changes in self._together.changes():
             if changes.count:
                 yield from self._span(changes, described, 0)
@@ -176,7 +176,7 @@ class Delta:
                 raise DeltaError(f"{name} is {found}, in version {self._base.version} {known.dtype} {[*known.shape]}")
 
     def _changes(self, old: Bits, new: Bits, was: xxhash.xxh3_64, now: xxhash.xxh3_64) -> Changes:
-        """Of one span. Both hashes are continued with it."""
+        """The changes of one span; its bytes are added to the hashes of both tensors, `was` and `now`."""
         pieces, elements = [], PIECE // new.itemsize
         for at in range(0, new.size, elements):
             a, b = old[at : at + elements], new[at : at + elements]
@@ -187,7 +187,7 @@ class Delta:
         return joined(new, pieces)
 
     def _span(self, changes: Changes, described: Described, start: int) -> Iterator[bytes]:
-        """Note the changes of one span, and make a message if it is full."""
+        """Add the changes of one span to the next message, and yield that if it is full."""
         form, parts = self._encode(changes)
         lengths = [len(part) for part in parts]
         name, dtype, shape = described
@@ -238,7 +238,10 @@ class Sender:
         return self._receiver.state
 
     def delta(self, version: int, stream: Iterable[Named], *, zstd: bool = False, bucket: int = BUCKET) -> list[bytes]:
-        """The messages of a delta from the last acknowledged version to `version`, whose tensors are `stream`."""
+        """The messages of a delta from the last acknowledged version to `version`, whose tensors are `stream`.
+
+        Raises DeltaError as `Delta` does, and for a version that is not later than the last one made.
+        """
         if version <= self._last:
             raise DeltaError(f"version {version}: {self._last} has been made already; versions grow")
         state = self.acknowledged
@@ -248,9 +251,10 @@ class Sender:
         return messages
 
     def acknowledge(self, version: int, hash: str) -> None:
-        """The receiver holds `version`, with this hash: what `Receiver.apply` gave. Raises DeltaError otherwise.
+        """Note that the receiver holds `version`. hash: that of the state that `Receiver.apply` returned.
 
-        Deltas against earlier versions are dropped: a receiver refuses them from now on.
+        Deltas against earlier versions are dropped: a receiver refuses them from now on. Raises DeltaError for a
+        version whose delta does not wait to be acknowledged, and for another hash.
         """
         if (version, hash) == (self.acknowledged.version, self.acknowledged.hash):
             return

@@ -1,7 +1,7 @@
-"""The one error of this room."""
+"""The error that this package raises."""
 
 from __future__ import annotations
 
 
 class DeltaError(ValueError):
-    """A delta that cannot be made, read or applied. Unless it says so, nothing was written."""
+    """A delta cannot be made, read or applied. Nothing was written unless the message says so."""

@@ -3,7 +3,7 @@
 A span is a run of elements of one tensor; elements are integers of 1, 2, 4 or 8 bytes. All numbers are little-endian.
 
     index    u32 changes of each block of 65,536 elements | u16 positions in their blocks | values
-    gaps     u8 gaps: unchanged elements before each change, where 255 is 255 of them and no change | values
+    gaps     u8 gaps: unchanged elements before each change; 255 is 255 of them, then no change | values
     bitmask  a bit an element, least significant first | values
     full     every element, changed or not
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 Part = bytes | memoryview
 FORMS = ("index", "gaps", "bitmask", "full")
 BLOCK = 1 << 16
-#: A gap that stands for itself is less than this.
+#: A byte below this is the whole rest of a gap, with a change after it.
 SKIP = 255
-#: Level of zstd. Gaps of 1 % shrink by 6 % at 1 and by nothing below; 3 is slower and no smaller.
+#: Level of zstd. If 1 % changed, gaps shrink by 6 % at 1 and not at all below; 3 is slower and gives no less.
 LEVEL = 1
 
 
 def encode(changes: Changes) -> tuple[str, list[Part]]:
-    """The smallest form without compression, by arithmetic alone, and its parts."""
+    """The smallest form without compression, found by arithmetic alone, and its parts."""
     new = changes.new
     form = smallest(new.size, new.itemsize, changes.count)
     if form == "full":
@@ -58,7 +58,7 @@ def smallest(elements: int, width: int, count: int) -> str:
 
 
 def encode_zstd(changes: Changes) -> tuple[str, list[Part]]:
-    """The smallest form with zstd: where two may be, both are made."""
+    """The smallest form with zstd, and its parts. Where two forms may be the smallest, both are made."""
     density = changes.count / changes.new.size
     made: dict[str, list[Part]] = {}
     values = _planes(changes.values) if density <= 0.97 else []
@@ -83,7 +83,7 @@ def _where(form: str, changes: Changes) -> Iterator[Part]:
 
 
 def _counts(changes: Changes) -> npt.NDArray[np.uint32]:
-    """Changes of each block."""
+    """The number of changes in each block."""
     if changes.new.size <= BLOCK:
         return np.array([changes.count], "<u4")
     # Ascending positions are cut where each block begins.
@@ -100,20 +100,20 @@ def _gaps(positions: Positions) -> npt.NDArray[np.uint8]:
 
 
 def check(form: str, parts: Sequence[Part], elements: int, dtype: np.dtype[Any], count: int) -> None:
-    """Raise DeltaError unless the parts of a span without zstd are as `encode` writes them. Makes no positions."""
+    """Raise DeltaError unless the parts of a span without zstd are as `encode` writes them. Decodes no positions."""
     wanted = elements if form == "full" else count
     held = len(parts[-1]) / dtype.itemsize if parts else 0
     if len(parts) != (3 if form == "index" else 1 if form == "full" else 2) or held != wanted:
         raise DeltaError(f"{form} of {count} changes in {len(parts)} parts with {held:g} values")
     if form == "full":
         return
-    found, last = {"index": _check_index, "gaps": _check_gaps, "bitmask": _check_bitmask}[form](parts, elements)
-    if found != count or last >= elements:
-        raise DeltaError(f"{form} gives {found} positions for {count} changes of {elements} elements")
+    positions, last = {"index": _check_index, "gaps": _check_gaps, "bitmask": _check_bitmask}[form](parts, elements)
+    if positions != count or last >= elements:
+        raise DeltaError(f"{form} gives {positions} positions for {count} changes of {elements} elements")
 
 
 def decode(form: str, parts: Sequence[Part], elements: int, dtype: np.dtype[Any]) -> tuple[Positions | None, Bits]:
-    """Positions (None: all) and values of a span without zstd, which `check` has accepted."""
+    """Positions (None: every element) and values of a span without zstd, which `check` has accepted."""
     values = _numbers(parts[-1], dtype)
     if form == "full":
         return None, values
@@ -121,15 +121,16 @@ def decode(form: str, parts: Sequence[Part], elements: int, dtype: np.dtype[Any]
 
 
 def decode_short(body: Part, at: int, count: int, dtype: np.dtype[Any]) -> tuple[Positions, Bits]:
-    """What `decode` gives for the index of one block that begins at a byte of the body, in fewer calls."""
+    """What `decode` gives for an index of one block whose parts begin at byte `at` of the body, in fewer calls."""
     inner = np.frombuffer(body, "<u2", count, at + 4)
     return inner.astype(np.int64), np.frombuffer(body, dtype, count, at + 4 + 2 * count)
 
 
 def short_indices(body: Part, spans: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether indices of one block each are what `check` accepts, all at once, as numpy's calls outweigh few changes.
+    """Whether `check` accepts these indices of one block each, all at once: calls of numpy outweigh few changes.
 
-    spans: (byte of the body, even, changes, elements) of each, ascending; positions and values have 2 bytes each.
+    spans: (its first byte in the body, an even one; changes; elements) of each index, ascending. Positions and values
+    have 2 bytes each.
     """
     at, count, elements = np.array(spans, np.int64).T
     words = _numbers(body[at[0] : at[-1] + 4 + 4 * count[-1]], "<u2")
@@ -142,7 +143,7 @@ def short_indices(body: Part, spans: Sequence[tuple[int, int, int]]) -> bool:
 
 
 def _check_index(parts: Sequence[Part], elements: int) -> tuple[int, int]:
-    """Of an index: how many positions, and the last. Each `_check` raises DeltaError for what is none of its form."""
+    """The number of positions of an index, and the last. Each `_check` raises DeltaError for parts not of its form."""
     counts, inner = _numbers(parts[0], "<u4"), _numbers(parts[1], "<u2")
     if counts.size != -(-elements // BLOCK) or int(counts.sum(dtype=np.int64)) != inner.size:
         raise DeltaError(f"an index of {counts.size} blocks and {inner.size} positions for {elements} elements")
@@ -193,7 +194,7 @@ def _read_bitmask(parts: Sequence[Part], elements: int) -> Positions:
 
 
 def sizes(form: str, elements: int, width: int, count: int, zstd: bool) -> list[tuple[int, int]]:
-    """Least and greatest bytes of each part, decompressed; with `zstd` the values are one part a byte of an element."""
+    """(least, most) bytes of each part, decompressed; with `zstd` values have one part for each byte of an element."""
     many = elements if form == "full" else count
     values = [(many, many)] * width if zstd else [(many * width,) * 2]
     where = {
@@ -206,7 +207,7 @@ def sizes(form: str, elements: int, width: int, count: int, zstd: bool) -> list[
 
 
 def decompress(parts: Sequence[Part], bounds: Sequence[tuple[int, int]], width: int) -> list[Part]:
-    """The parts without zstd, values in one. Raises DeltaError for frames of other sizes, before they are unpacked."""
+    """The parts without zstd, values in one part. Raises DeltaError for frames of other sizes, before unpacking."""
     import zstandard
 
     opened: list[Part] = []
@@ -229,7 +230,7 @@ def _planes(values: Bits) -> list[Part]:
 
 
 class _Zstd(threading.local):
-    """What a thread keeps: to make a compressor takes ten times as long as a short part."""
+    """Compressors that a thread keeps: making one takes ten times as long as compressing a short part."""
 
     @functools.cached_property
     def compressor(self) -> zstandard.ZstdCompressor:
@@ -258,5 +259,5 @@ def _numbers(part: Part, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def _raw(array: npt.NDArray[Any]) -> bytes:
-    """A copy, as an array may be a view of memory that changes before the message is made."""
+    """The bytes, copied, as an array may be a view of memory that changes before the message is made."""
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()

@@ -4,9 +4,10 @@
     u32, u64   bytes of the description and of the body
     description  JSON as in schema.json; compressed with zstd where the header says so, except the header's own
     body       the parts of all spans, one after the other
-    u64        XXH3 of all bytes before, with the same number of the message before as seed (the header's: 0)
+    u64        XXH3 of all bytes before it, seeded with this number of the message before (0 for the header)
 
-So no message can be changed, left out, repeated or taken from another delta. A file is the messages one after another.
+So a message that is changed, left out, repeated or taken from another delta is an error. A file is the messages one
+after another.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MAGIC = b"moerefD1"
 FORMAT = 1
 _FRONT = struct.Struct("<8sIQ")
 _SUM = struct.Struct("<Q")
-#: No description is longer, compressed or not: some 200 bytes a span.
+#: No description is longer, decompressed; a span takes some 200 bytes.
 LONGEST = 1 << 28
 
 #: Fields of each kind of message and of a span, with their types; `schema.json` says the same.
@@ -53,7 +54,7 @@ _DIGITS = {"base_hash": 32, "hash": 32}
 
 
 class Writer:
-    """Makes messages, each with the checksum of the one before it as its seed."""
+    """Makes messages. The checksum of each has that of the one before it as its seed."""
 
     def __init__(self, *, zstd: bool) -> None:
         self._zstd, self._sum, self.count = zstd, 0, 0
@@ -78,7 +79,7 @@ class Writer:
 class Reader:
     """Opens messages in order. Every way in which bytes can be wrong raises DeltaError.
 
-    sum: the checksum of the last one, which those before it have entered.
+    sum: the checksum of the last message, which depends on all messages before it.
     """
 
     def __init__(self) -> None:
@@ -171,7 +172,7 @@ def save(path: str | Path, messages: Iterable[bytes]) -> None:
 
 
 class File:
-    """The messages of a file, one in memory at a time, as often as they are asked for."""
+    """The messages of a file, one in memory at a time; it can be iterated over again."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -1,4 +1,4 @@
-"""Weight updates of an inference engine as transactions: the new weights entirely, the old ones, or a dead engine."""
+"""Weight updates of an inference engine as transactions that end in the new weights, the old ones or a dead engine."""
 
 from moeref.sync.engine import Colocated, Engine, Intake, Reverting
 from moeref.sync.states import State, Timeouts

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class State(enum.Enum):
-    """What an engine is being asked to do. A value is the name of the call, and of its time-out."""
+    """What a weight update is asking of the engine. Calls are named as in `Engine`, and as in `Timeouts`."""
 
     SERVING = "serving"
     PAUSE = "pause"
@@ -26,11 +26,11 @@ class State(enum.Enum):
 _S = State
 #: Which states may follow a state. DEAD may follow each but itself, and is never left.
 FOLLOWS: Mapping[State, frozenset[State]] = {
-    # RESET: the engine has this version already. RESUME: it may be half paused. SERVING: it refused to pause.
     _S.SERVING: frozenset({_S.PAUSE}),
+    # RESET: the engine has this version already. RESUME: it may be half paused. SERVING: it refused to pause.
     _S.PAUSE: frozenset({_S.WAKE_WEIGHTS, _S.BEGIN, _S.RESET, _S.RESUME, _S.SERVING}),
     _S.WAKE_WEIGHTS: frozenset({_S.BEGIN, _S.RESET}),
-    # BEGIN: another attempt. From here on until COMMIT is over, weights may be torn.
+    # BEGIN again is another attempt. From here on, until COMMIT has returned, weights may be torn.
     _S.BEGIN: frozenset({_S.SEND, _S.BEGIN, _S.REVERT, _S.RESET, _S.RESUME}),
     _S.SEND: frozenset({_S.SEND, _S.COMMIT, _S.BEGIN, _S.REVERT}),
     _S.COMMIT: frozenset({_S.RESET, _S.BEGIN, _S.REVERT}),
@@ -51,7 +51,7 @@ def may_follow(state: State, after: State) -> bool:
 class Timeouts:
     """Seconds that each call may take; None waits for ever, in the caller's thread.
 
-    `source` is the time for the next bucket out of the trainer's tensors, `query` that for version and receipt.
+    `source` is the time to make the next bucket of the trainer's tensors, `query` the time to read version or receipt.
     """
 
     query: float | None = 60

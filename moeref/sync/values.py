@@ -1,4 +1,4 @@
-"""What a weight update is made of: its description, its buckets, and what an engine says that it received."""
+"""The parts of a weight update: its description, its buckets, and the receipt of what an engine received."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Drafts = Literal["none", "sent", "kept"]
 
 
 class SyncError(RuntimeError):
-    """A weight update that did not happen as asked."""
+    """A weight update did not happen as asked."""
 
 
 class Refused(SyncError):
-    """A call that was refused before it changed anything."""
+    """A call was refused before it changed anything."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Update:
 
     `full` replaces all weights. `delta` holds what differs from version `base`: whole tensors, or messages of
     `moeref.delta`. Both are new values and not differences, so that sending one twice changes nothing.
-    `drafts`: weights of drafts (MTP layers, EAGLE) are among those sent, are meant to stay as they are, or are in
-    neither model. `id` tells updates of two trainers apart; a retry keeps it.
+    `drafts`, of weights of drafts (MTP layers, EAGLE): they are `sent` too, `kept` as the engine has them, or there
+    are `none` in either model. `id` tells updates of two trainers apart; a retry keeps it.
 
     Raises ValueError for a version that is no int or below 0, an unknown kind or drafts, or a base that does not fit.
     """
@@ -56,7 +56,11 @@ class Update:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors under their Hugging Face names. `index` counts from 0; see `checksum` for what it covers."""
+    """A part of an update, as an engine gets it: tensors under their Hugging Face names, anywhere in memory.
+
+    A `moeref.exporter.Bucket` is one memory in which tensors of any stream lie side by side; it knows of no update.
+    `index` counts from 0, `last` ends the update, and `checksum` is what the function of that name gives.
+    """
 
     index: int
     tensors: tuple[Named, ...]
@@ -65,7 +69,7 @@ class Bucket:
 
     @classmethod
     def of(cls, index: int, tensors: Iterable[Named], last: bool) -> Bucket:
-        """A bucket with its checksum. Waits for the tensors' kernels."""
+        """Make a bucket and its checksum, which waits for the kernels that write the tensors."""
         tensors = tuple(tensors)
         return cls(index, tensors, last, checksum(tensors))
 
@@ -77,7 +81,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What was received, or sent, of an update. `digest` is over the checksums of all buckets, in order."""
+    """How much of an update was received, or sent. `digest` is a hash over the checksums of all buckets, in order."""
 
     version: int
     buckets: int = 0
@@ -86,14 +90,14 @@ class Receipt:
     digest: str = ""
 
     def plus(self, bucket: Bucket) -> Receipt:
-        """With one bucket more."""
+        """This receipt with one more bucket."""
         digest = xxhash.xxh3_64_hexdigest(f"{self.digest}{bucket.index}{bucket.last}{bucket.checksum}".encode())
         count, nbytes = self.tensors + len(bucket.tensors), self.nbytes + bucket.nbytes
         return Receipt(self.version, self.buckets + 1, count, nbytes, digest)
 
 
 def checksum(tensors: Iterable[Named]) -> str:
-    """XXH3 over name, dtype, shape and bytes of each tensor; the same on every device."""
+    """The XXH3 (64 bits, hexadecimal) of name, dtype, shape and bytes of all tensors; the same on every device."""
     state = xxhash.xxh3_64()
     for name, tensor in tensors:
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())

@@ -1,12 +1,13 @@
 """A weight update as a transaction: afterwards the engine serves the new weights, or the old ones, or is dead.
 
-What keeps out the bugs that weight updates have had in practice (with the issue or pull request of each):
+These rules keep out bugs that weight updates have had in practice (each with its issue or pull request):
 
 - Whatever fails, the engine is resumed or declared dead, with the reason (SkyRL#1212).
 - An engine with torn weights is never resumed: only `commit` or `revert` ends a begun update.
 - One commit finalises all buckets, and only after the last one (SkyRL#1737, verl#5235).
-- The engine counts and checksums what it received, and both sides compare: nothing sent, a lost, repeated, reordered
-  or cut bucket (tokenspeed#1373). Names travel with their tensors, so no two lists can differ in order (SkyRL#1581).
+- The engine counts and checksums what it received, and both sides compare: it is an error if nothing was sent, or if a
+  bucket is lost, repeated, reordered or cut (tokenspeed#1373). Names travel with their tensors, so no two lists can differ in
+  order (SkyRL#1581).
 - The version is the engine's own, and it rises with the commit (TRL#5932). A version names one set of weights.
 - Every cache that the engine names is reset before it resumes; one that was not reset is an error (verl#6522,
   SkyRL#1824).
@@ -54,7 +55,7 @@ class EngineDead(SyncError):
 
 @dataclass(frozen=True)
 class Synced:
-    """An update that succeeded. `sent` is False if the engine had these weights already. `seconds` are by stage."""
+    """An update that succeeded. `sent` is False if the engine had these weights already; `seconds` is by stage."""
 
     receipt: Receipt
     attempts: int
@@ -65,8 +66,8 @@ class Synced:
 class WeightSync:
     """The weight updates of one engine. `state` and `reason` may be read from any thread.
 
-    `colocated`: the engine sleeps on the trainer's devices, and is woken: weights before they are sent, then KV cache.
-    `attempts`: how often an update is sent before it has failed. `bucket_bytes`: see `moeref.exporter.buckets`; two
+    `colocated`: the engine sleeps on the trainer's devices; its weights are woken before they are sent, its KV cache
+    after. `attempts`: how often an update is tried before it fails. `bucket_bytes`: see `moeref.exporter.buckets`; two
     buckets are alive at a time.
     """
 
@@ -93,11 +94,14 @@ class WeightSync:
     def update(
         self, tensors: Source, version: int, *, kind: Kind = "full", base: int | None = None, drafts: Drafts = "none"
     ) -> Synced:
-        """Give the engine the weights `version`: (Hugging Face name, tensor) of any trainer, or a function of such.
+        """Give the engine `tensors`, as its weights of `version`.
 
-        Repeating an update is safe: weights that the engine has are compared and not sent. More than one attempt needs
-        something that can be iterated again. Only one rank calls this; where `tensors` is a collective, the others
-        iterate theirs. Raises Refused before anything was changed, UpdateFailed, EngineDead.
+        tensors: (Hugging Face name, tensor) of any trainer, or a function that returns them; more than one attempt
+        needs what can be iterated again. Only one rank calls this; if iterating is a collective, such as an export, the
+        other ranks iterate theirs. Repeating an update is safe: weights that the engine has are compared and not sent.
+
+        Raises Refused if nothing was changed, UpdateFailed if the engine serves the version that it had, EngineDead if
+        it cannot be resumed.
         """
         update = Update(version, kind, base, drafts)
         if self.attempts > 1 and isinstance(tensors, Iterator):
@@ -127,7 +131,7 @@ class WeightSync:
         return Synced(receipt, attempts, True, self._seconds)
 
     def _repeat(self, had: Receipt, source: Source) -> Synced:
-        """The engine has this version. Raises Refused if that is not what is in `source`."""
+        """Compare `source` with this version, which the engine has already. Raises Refused if they differ."""
         receipt = Receipt(had.version)
         for bucket in self._buckets(source):
             receipt = receipt.plus(bucket)
@@ -164,7 +168,7 @@ class WeightSync:
         raise AssertionError
 
     def _send(self, update: Update, made: Iterator[Bucket]) -> Receipt:
-        """Begin, send all buckets, commit. Engine and trainer have the same receipt of each."""
+        """Begin, send all buckets and commit. Raises SyncError if the engine's receipt is not that of what was sent."""
         self._step(State.BEGIN, self.engine.begin, update)
         sent = Receipt(update.version)
         while bucket := self._next(made):
@@ -186,7 +190,7 @@ class WeightSync:
             return had  # only the answer was lost
 
     def _restore(self, error: Exception, old: int, untouched: bool) -> NoReturn:
-        """After the last attempt: the old weights, or a dead engine."""
+        """After the last attempt: go back to the old weights, or declare the engine dead. Always raises."""
         where = f"{self.state.value} failed: {error!r}"
         if not untouched:
             if not isinstance(self.engine, Reverting):
@@ -203,7 +207,7 @@ class WeightSync:
             self._resume(old)
 
     def _finish(self, version: int) -> None:
-        """Drop all that was computed with other weights or is lost, then resume."""
+        """Reset all caches, wake the KV cache of a colocated engine, and resume."""
         for attempt in itertools.count(1):
             try:
                 reset = self._step(State.RESET, self.engine.reset_caches)
@@ -221,20 +225,23 @@ class WeightSync:
             self._must(State.WAKE_KV, self.engine.wake_kv)
 
     def _resume(self, version: int) -> None:
-        if (found := self._query(self.engine.version)) != version or version < 0:
-            raise self._die(f"before resume the engine has version {found}, expected {version}")
+        if (current := self._query(self.engine.version)) != version or version < 0:
+            raise self._die(f"before resume the engine has version {current}, expected {version}")
         self._must(State.RESUME, self.engine.resume)
         self._move(State.SERVING)
 
     def _buckets(self, source: Source) -> Iterator[Bucket]:
-        """The first bucket is made here: what fails or is empty from the start leaves the engine alone."""
+        """The buckets of `source`. The first is made here: a source that fails or is empty leaves the engine alone."""
         made = _marked(buckets(_named(source() if callable(source) else source), self.bucket_bytes))
         if (first := next(made, None)) is None:
             raise Refused("there are no tensors to send, so the version stays")
         return itertools.chain([first], made)
 
     def _next(self, made: Iterator[Bucket]) -> Bucket | None:
-        """Asked for in the caller's thread, so a time-out can declare the engine dead, but not end the wait."""
+        """The next bucket; None after the last.
+
+        It is made in the caller's thread, so a time-out can declare the engine dead, but not end the wait.
+        """
         seconds, begun = self.timeouts.source, time.monotonic()
         timer = threading.Timer(seconds or 0, self._die, (f"source: no bucket within {seconds} s",))
         timer.daemon = True
@@ -248,7 +255,7 @@ class WeightSync:
             self._alive()
 
     def _must(self, state: State, call: Callable[[], None]) -> None:
-        """A step without which the engine is dead."""
+        """Make a call on the engine, which is dead if that fails."""
         try:
             self._step(state, call)
         except Exception as error:
@@ -269,7 +276,7 @@ class WeightSync:
         return self._bounded("query", call)
 
     def _bounded(self, stage: str, call: Callable[..., T], *args: object) -> T:
-        """Raises EngineDead if the call has not returned in time, since it may still act."""
+        """Make a call. Raises EngineDead if it has not returned in time, since it may still act."""
         self._alive()
         seconds = getattr(self.timeouts, stage)
         try:
@@ -289,7 +296,7 @@ class WeightSync:
             raise EngineDead(self.reason)
 
     def _die(self, reason: str) -> EngineDead:
-        """The first reason stays."""
+        """Declare the engine dead, and return the error to raise. The first reason stays."""
         with self._moving:
             if self.state is not State.DEAD:
                 self.state, self.reason = State.DEAD, reason
@@ -297,7 +304,7 @@ class WeightSync:
 
 
 def _named(tensors: Iterable[Named]) -> Iterable[Named]:
-    """The tensors, or Refused where one is not there or is none; an export knows what it holds."""
+    """The tensors. Iterating raises Refused for anything but (name, tensor); an export needs no check."""
     return tensors if isinstance(tensors, exporter.Stream) else _checked(tensors)
 
 
@@ -311,7 +318,7 @@ def _checked(tensors: Iterable[Named]) -> Iterator[Named]:
             case _:
                 text = " ".join(repr(pair).split())[:100]
                 raise Refused(f"{text} came; expected (Hugging Face name, tensor), of a dict its items()")
-        del pair  # and no number of `enumerate`, which holds on to what it gave last
+        del pair  # nor does `enumerate` number the pairs: it holds on to what it gave last
 
 
 def _marked(made: Iterable[exporter.Bucket]) -> Iterator[Bucket]:

@@ -51,7 +51,7 @@ def _is_stream(given: Given) -> bool:
 
 
 class _Comparison:
-    """Two open sources."""
+    """The comparison of two open sources."""
 
     def __init__(self, expected: Source, found: Source, previous: Manifest | None) -> None:
         self._a, self._b, self._previous = expected, found, previous
@@ -82,7 +82,7 @@ class _Comparison:
         return self._plain(name, expected, found) or self._other(name, found) or self._by_trial(name, expected, found)
 
     def _plain(self, name: str, expected: Fingerprint, found: Fingerprint) -> Cause | None:
-        """What statistics and an earlier version say."""
+        """What happened, by statistics and an earlier version; None if they do not say."""
         if found.zero and not expected.zero:
             return "zero", "all of it is zero"
         if found.nans > expected.nans:
@@ -93,7 +93,7 @@ class _Comparison:
         return None
 
     def _other(self, name: str, found: Fingerprint) -> Cause | None:
-        """Another expected tensor whose values these are; the nearest one by name."""
+        """What happened, if another expected tensor has these values; the nearest by name if several do."""
         owners = self._owners.get(found.content)
         if not owners or found.zero:
             return None
@@ -110,7 +110,7 @@ class _Comparison:
         return kind, f"holds the values of {owner}"
 
     def _by_trial(self, name: str, expected: Fingerprint, found: Fingerprint) -> Cause:
-        """What the tensors themselves say."""
+        """What happened, by trials on the tensors themselves."""
         a, b = self._a.read(name), self._b.read(name)
         fallback = "values"
         if expected[:2] != found[:2]:
@@ -127,7 +127,7 @@ class _Comparison:
         return fallback, trials.difference(a, b) if fallback == "values" else differs
 
     def _together(self, name: str) -> Cause | None:
-        """What happened to a unit of several tensors; tried once, and the cause noted for each."""
+        """What happened to a unit of several tensors; tried once, and noted as the cause for each."""
         for parts, trial in _TOGETHER:
             part = next((one for one in parts if re.search(rf"\.{one}\b", name)), None)
             if part is None:
@@ -143,7 +143,7 @@ class _Comparison:
         return None
 
     def _both(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Expected and found, where both can be read. Those of a stream that are as expected are not kept."""
+        """The expected and the found tensor, if both can be read; a stream keeps none that is as expected."""
         one, two = (source.manifest.tensors.get(name) for source in (self._a, self._b))
         a, b = self._a.read(name), self._b.read(name)
         if one and two and one.content == two.content:

@@ -39,7 +39,7 @@ _GROUPS = (
 
 
 class AuditError(ValueError):
-    """What cannot be audited: no such folder, not a manifest, a name that comes twice."""
+    """A model cannot be audited: there is no such folder, a file is no manifest, or a name comes twice."""
 
 
 class Fingerprint(NamedTuple):
@@ -59,7 +59,7 @@ class Fingerprint(NamedTuple):
 
     @property
     def content(self) -> tuple[str, tuple[int, ...], str]:
-        """What two tensors share that are equal bit for bit."""
+        """Dtype, shape and hash, in which two tensors agree that are equal bit for bit."""
         return self[:3]
 
 
@@ -79,7 +79,7 @@ class Manifest:
 
     @classmethod
     def of(cls, stream: Iterable[Named]) -> Manifest:
-        """Of a stream of (name, tensor); tensors that are None are left out. AuditError for a name that comes twice."""
+        """The manifest of a stream; tensors that are None are left out. AuditError for a name that comes twice."""
         return cls(dict(fingerprints(stream)))
 
     def save(self, path: str | Path) -> None:
@@ -93,7 +93,7 @@ class Manifest:
 
     @classmethod
     def load(cls, path: str | Path) -> Manifest:
-        """What `save` wrote. Raises AuditError for another file."""
+        """The manifest that `save` wrote. Raises AuditError for any other file."""
         try:
             plain = json.loads(Path(path).read_text(encoding="utf-8"))
             if plain["format"] != FORMAT:
@@ -115,7 +115,7 @@ def _read(dtype: Any, shape: Any, digest: Any, least: Any, greatest: Any, nans: 
 
 
 def finite(value: float | None) -> float | str | None:
-    """For JSON, which has no infinity: `inf` and `-inf` as text."""
+    """The value for JSON, which has no infinity: `inf` and `-inf` become text."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
@@ -139,7 +139,7 @@ def named(stream: Iterable[Named]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
-    """Hash and statistics of one tensor. Raises TypeError for one without elements to compare."""
+    """Hash and statistics of one tensor. Raises TypeError if its elements cannot be compared."""
     bits, digest = bits_of(tensor), xxhash.xxh3_128()
     extremes: set[int] = set()
     for start in range(0, bits.size, BLOCK):
@@ -174,7 +174,7 @@ def _value(dtype: torch.dtype, bits: int) -> float:
 
 
 def _statistics(tensor: torch.Tensor) -> tuple[float | None, float | None, int]:
-    """Least, greatest and how many NaN there are, from the numbers themselves."""
+    """The least and the greatest element, and how many are NaN, from the numbers themselves."""
     exact = torch.float64 if tensor.dtype.itemsize == 8 else torch.float32
     values = tensor.detach().cpu().to(exact if tensor.dtype.is_floating_point else torch.int64)
     usual = values[~values.isnan()]

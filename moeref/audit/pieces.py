@@ -16,7 +16,7 @@ MOST = 64
 
 
 def experts(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
-    """Experts along dimension 0, each of them an expected one."""
+    """The cause if experts along dimension 0 are all expected ones, but in other places; else None."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return None
     was, now = _hashes(expected, len(expected), 0), _hashes(found, len(found), 0)
@@ -28,7 +28,7 @@ def experts(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
 
 
 def alone(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
-    """One rank's shard, where all are expected; or one in place of all."""
+    """The cause if one rank's shard stands alone where all are expected, or is repeated in place of all; else None."""
     if expected.ndim != found.ndim or expected.dtype != found.dtype:
         return None
     dims = [dim for dim in range(found.ndim) if expected.shape[dim] != found.shape[dim]]
@@ -56,7 +56,7 @@ def _repeated(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
 
 
 def order(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
-    """The shards of ranks, in another order; the largest shards that say so."""
+    """The cause if the shards of ranks are in another order, by the largest shards that show it; else None."""
     for dim, parts in _cuts(found):
         if sorted(_hashes(expected, parts, dim)) == sorted(_hashes(found, parts, dim)):
             return "shards", f"its {parts} shards along dimension {dim} are in another order"

@@ -86,8 +86,8 @@ class Report:
         if len(patterns) > SHOWN:
             yield f"  and {len(patterns) - SHOWN} more patterns: --json has all"
         for of in ("group", "layer") if wrong else ():
-            told = [f"{key} {bad} of {every}" for key, (every, bad) in self.counts(of).items() if bad]
-            yield f"  by {of}: {', '.join(told)}"
+            counts = [f"{key} {bad} of {every}" for key, (every, bad) in self.counts(of).items() if bad]
+            yield f"  by {of}: {', '.join(counts)}"
 
 
 def _plain(one: Fingerprint | None) -> dict[str, Any] | None:

@@ -14,12 +14,12 @@ from moeref.bridge import BridgeError, Checkpoint
 from moeref.bridge.named import Named
 
 Given = str | Path | Manifest | Mapping[str, torch.Tensor] | Iterable[Named]
-#: Bytes of tensors of a stream that differ and are kept to find out what happened to them.
+#: Of a stream's tensors that differ, so many bytes are kept to find out what happened to them.
 KEEP = 1 << 30
 
 
 class Source:
-    """A manifest, and the tensors themselves where they can be had again. A context manager."""
+    """A manifest, and the tensors themselves where they can be read again. A context manager."""
 
     def __init__(self, given: Given, label: str, against: Manifest | None = None, keep: int = KEEP) -> None:
         self.label, self._stack = label, ExitStack()
@@ -63,20 +63,20 @@ class Source:
 
     def _drain(self, stream: Iterable[Named], against: Manifest | None, keep: int) -> Manifest:
         """Read a stream; tensors that are not those of `against` are kept, as long as there is room."""
-        found: dict[str, Fingerprint] = {}
+        fingerprints: dict[str, Fingerprint] = {}
         kept: dict[str, torch.Tensor] = {}
         for name, tensor in named(stream):
-            found[name] = fingerprint(tensor)
+            fingerprints[name] = fingerprint(tensor)
             expected = against.tensors.get(name) if against else None
-            if expected is not None and expected.content == found[name].content:
+            if expected is not None and expected.content == fingerprints[name].content:
                 continue
             if tensor.nbytes <= keep and against is not None:
                 kept[name], keep = tensor.detach().clone(), keep - tensor.nbytes
         self._tensors = kept
-        return Manifest(found)
+        return Manifest(fingerprints)
 
     def read(self, name: str) -> torch.Tensor | None:
-        """The tensor; None for one of a manifest, or of a stream that is over."""
+        """A tensor; None if its source is a saved manifest, or a stream that is over and did not keep it."""
         if name not in self.manifest.tensors:
             return None
         if self._checkpoint is not None:

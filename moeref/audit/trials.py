@@ -1,4 +1,4 @@
-"""What happened to tensors whose bytes differ, found out by doing it to the expected ones: nothing is guessed.
+"""Finds out what happened to tensors whose bytes differ by doing it to the expected ones: nothing is guessed.
 
 Each trial takes the expected and the found tensors of one unit and gives a (kind, sentence), or None.
 """
@@ -18,12 +18,12 @@ from moeref.torch_dtypes import bits_of, dtype_name
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, dtype and shape included."""
+    """Whether two tensors are equal bit for bit, dtype and shape included."""
     return a.dtype == b.dtype and a.shape == b.shape and bool((bits_of(a) == bits_of(b)).all())
 
 
 def one(expected: torch.Tensor, found: torch.Tensor, fused: bool, stacked: bool = False) -> Cause | None:
-    """What happened to one tensor; `fused`: gate and up lie in it side by side; `stacked`: it has experts in a row."""
+    """What happened to one tensor; `fused`: it holds gate and up side by side; `stacked`: it holds many experts."""
     if expected.dtype != found.dtype:
         return _cast(expected, found)
     if stacked and (cause := pieces.experts(expected, found)):
@@ -74,7 +74,7 @@ def _rows(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
 
 
 def _wrong_dim(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
-    """Shards of one dimension, joined along another."""
+    """The cause if shards of one dimension are joined along another; else None."""
     if expected.ndim != 2 or found.ndim != 2 or expected.numel() != found.numel() or not found.numel():
         return None
     for split, joined in ((1, 0), (0, 1)):
@@ -85,7 +85,7 @@ def _wrong_dim(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
 
 
 def _fused(expected: torch.Tensor, found: torch.Tensor, dims: Iterable[int]) -> Cause | None:
-    """Gate and up in one tensor, along any even dimension of `dims`."""
+    """What happened to gate and up in one tensor, along any even dimension of `dims`."""
     for dim in dims:
         if expected.shape[dim] % 2 == 0 and expected.shape[dim]:
             gate, up = expected.chunk(2, dim)
@@ -97,7 +97,7 @@ def _fused(expected: torch.Tensor, found: torch.Tensor, dims: Iterable[int]) -> 
 
 
 def _unchunked(parts: Sequence[torch.Tensor], found: torch.Tensor, dim: int = 0) -> Cause | None:
-    """Each rank's [gate | up] after the other's, where all of gate comes first; and the reverse."""
+    """The cause if ranks' [gate | up] are joined where all of gate should come first, or the reverse; else None."""
     size = parts[0].shape[dim]
     for tp in _divisors(size):
         pieces = [part.chunk(tp, dim) for part in parts]
@@ -114,7 +114,7 @@ def _unchunked(parts: Sequence[torch.Tensor], found: torch.Tensor, dim: int = 0)
 
 
 def gate_up(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> Cause | None:
-    """What happened to a gate and an up projection together; whether they are exchanged, their hashes say."""
+    """What happened to a gate and an up projection together. If they are exchanged, hashes show it already."""
     if any(a.shape != expected[0].shape or a.dtype != expected[0].dtype for a in (*expected, *found)):
         return None
     if not permuted(expected, found):
@@ -154,7 +154,7 @@ def _by_group(lengths: Sequence[int], groups: int) -> Iterator[torch.Tensor]:
 
 
 def _divisors(number: int) -> list[int]:
-    """All above 1; 1 changes nothing."""
+    """All divisors above 1, which would change nothing."""
     return [n for n in range(2, number + 1) if number % n == 0]
 
 

@@ -1,7 +1,7 @@
-"""An export made straight in buckets: what goes where is worked out once a plan, and an export only moves bytes.
+"""Makes an export straight in buckets. What goes where is worked out once for a plan; an export only moves bytes.
 
-A tensor at a time, Python and torch cost more than the copy of a small tensor. Here most tensors are a run of bytes, in
-the memory of a parameter or of a message and in the bucket, and one `memmove` each.
+Calls of torch for each tensor cost more than the copy of a small one. Here most tensors are one run of bytes both in
+their source, a parameter or a message, and in the bucket, and take one `memmove` each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moeref.torch_dtypes import TORCH
 
 
 class ByteRun(NamedTuple):
-    """Bytes that follow each other in a shard and in a tensor: the first in each, and how many."""
+    """Contiguous bytes, `nbytes` of them: from byte `source` of a shard to byte `into` of its tensors in a bucket."""
 
     into: int
     source: int
@@ -71,7 +71,7 @@ class Filled(NamedTuple):
 
 
 def segments(plan: Plan, rank: int, limit: int | None, unit: Callable[[str], str]) -> tuple[Segment, ...]:
-    """What `rank` receives of an export of `plan`, in buckets, in order. Worked out once.
+    """What `rank` receives of an export of `plan`, in buckets, in order. Worked out once for a plan.
 
     Raises BucketError on every rank if tensors of a unit are apart or go to different ranks.
     """
@@ -92,8 +92,8 @@ def _cuts(plan: Plan, rank: int, limit: int | None, unit: Callable[[str], str]) 
     return cuts(plan.received(rank), limit, unit)
 
 
-def _segments(plan: Plan, rank: int, found: tuple[Cut, ...]) -> Iterator[Segment]:
-    where = {entry.name: (number, entry.offset) for number, cut in enumerate(found) for entry in cut.entries}
+def _segments(plan: Plan, rank: int, in_order: tuple[Cut, ...]) -> Iterator[Segment]:
+    where = {entry.name: (number, entry.offset) for number, cut in enumerate(in_order) for entry in cut.entries}
     alike = dict[tuple[int, int, bool], list[ShardCopies]]()
     begun = -1
     for batch in plan.batches:
@@ -106,8 +106,8 @@ def _segments(plan: Plan, rank: int, found: tuple[Cut, ...]) -> Iterator[Segment
         starts: Batch | None = batch
         for cut, shards in in_cut.items():
             step, param = plan.params[shards[-1].number]
-            closes = param is step.params[-1] and found[cut].entries[-1].name in [tensor.name for tensor in param.hf]
-            yield Segment(starts, found[cut], tuple(shards), cut != begun, closes)
+            closes = param is step.params[-1] and in_order[cut].entries[-1].name in [tensor.name for tensor in param.hf]
+            yield Segment(starts, in_order[cut], tuple(shards), cut != begun, closes)
             starts, begun = None, cut
 
 
@@ -118,7 +118,7 @@ def _place_shards(
     where: dict[str, tuple[int, int]],
     alike: dict[tuple[int, int, bool], list[ShardCopies]],
 ) -> None:
-    """What each shard of parameter `number` has of its tensors; these are side by side, if they are in one bucket."""
+    """Add the shards of parameter `number` to `in_cut`. Its tensors are side by side, if they are in one bucket."""
     param = plan.params[number][1]
     places = [where[tensor.name] for tensor in param.hf]
     parts, whole = plan.copies(param), places[0][0] == places[-1][0]
@@ -148,7 +148,7 @@ def fill(
     memory: Callable[[int], torch.Tensor],
     at: Callable[[str], None],
 ) -> Iterator[Filled]:
-    """Move an export, segment by segment, into what `memory` gives for each bucket; `at` notes the tensor at hand.
+    """Move an export, segment by segment, into what `memory` gives for each bucket; `at` gets each tensor's name.
 
     A rank that receives nothing yields nothing.
     """

@@ -40,7 +40,7 @@ class ShardMessage(NamedTuple):
 class Batch(NamedTuple):
     """Parameters that follow each other in a plan, by number, and the messages with their shards.
 
-    nbytes: of the messages that one rank sends and receives, at most.
+    nbytes: bytes, at most, of the messages that one rank sends and receives.
     """
 
     params: range
@@ -51,7 +51,7 @@ class Batch(NamedTuple):
 def batches(
     shard_map: ShardMap, params: Sequence[GlobalParam], receivers: Sequence[Ranks], limit: int
 ) -> Iterator[Batch]:
-    """All parameters in order, each for its receivers. A batch has `limit` bytes, or the shards of one parameter."""
+    """All parameters in order, each for its receivers. A batch has at most `limit` bytes, or one parameter."""
     if shard_map.layout.world == 1:
         yield Batch(range(len(params)), (), 0)
         return
@@ -80,7 +80,7 @@ def _sizes(shard_map: ShardMap, param: GlobalParam, to: Ranks) -> list[_Sized]:
 
 
 def _loads(sent: list[_Sized], to: Ranks) -> dict[int | None, int]:
-    """The bytes that a rank has memory for; of None: that all ranks may have, where several receive."""
+    """The bytes of messages by rank that holds them; under None those that any rank may hold, if several receive."""
     loads: dict[int | None, int] = {}
     for owner, _, nbytes in sent:
         for rank in (owner, to[0]) if len(to) == 1 else (None,):
@@ -89,7 +89,7 @@ def _loads(sent: list[_Sized], to: Ranks) -> dict[int | None, int]:
 
 
 class _Batch:
-    """A batch in the making: the shards of each owner and receivers, and where their next one begins."""
+    """A batch in the making: the shards by (owner, receivers), and where the next one begins."""
 
     def __init__(self) -> None:
         self.shards: dict[tuple[int, Ranks], list[Sent]] = {}

@@ -23,15 +23,18 @@ from moeref.exporter.transfer import Transfer
 from moeref.exporter.units import closed_up, unit_of
 from moeref.torch_dtypes import dtype_name
 
-#: A message ends with the length of its metadata, the XXH3 of all before, and this.
+#: A message ends with the length of its metadata, the XXH3 of all bytes before it, and this.
 MAGIC = b"moerefB1"
 _TAIL = 8 + 8 + len(MAGIC)
-#: Bytes of a bucket of a stream that is no export, unless a caller says so.
+#: The limit of a bucket's bytes for a stream that is no export, unless the caller gives one.
 LIMIT = 64 << 20
 
 
 class Bucket:
-    """Tensors side by side. A lent one is valid until the next is asked for; later use raises BucketError."""
+    """Tensors side by side in one memory. A lent bucket is valid until the next is asked for; then it expires.
+
+    A `moeref.sync.Bucket` is a part of a weight update instead, with tensors wherever they are.
+    """
 
     def __init__(self, number: int, entries: tuple[Entry, ...], memory: torch.Tensor | None) -> None:
         self.number, self.entries = number, entries
@@ -44,7 +47,7 @@ class Bucket:
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
     def memory(self) -> torch.Tensor:
-        """The bytes. Views of them share the bucket's lifetime."""
+        """The bytes; views of them live as long as the bucket. Raises BucketError for a bucket that has expired."""
         if self._memory is None:
             raise BucketError(f"bucket {self.number} was lent until the next was asked for; take own buckets or copy")
         return self._memory
@@ -57,12 +60,12 @@ class Bucket:
     def message(self, generation: int = 0) -> torch.Tensor:
         """The bucket as bytes that `read` understands, in its own memory: tensors, metadata, checksum."""
         memory, end = self.memory(), aligned(self.nbytes)
-        told = {
+        metadata = {
             "tensors": [[e.name, list(e.shape), dtype_name(e.dtype), e.offset] for e in self.entries],
             "number": self.number,
             "generation": generation,
         }
-        text = json.dumps(told, separators=(",", ":")).encode()
+        text = json.dumps(metadata, separators=(",", ":")).encode()
         raw = text + len(text).to_bytes(8, "little")
         message = memory[: end + len(raw) + 16]
         _write(message, end, raw)
@@ -90,11 +93,11 @@ def buckets(
 
     limit: by default the bytes of the largest unit of an `export`, which knows them; for other streams LIMIT.
 
-    A bucket is the consumer's own, or with `lend` one memory for all: valid until the next is asked for, and held then
-    raises BucketError. A `Lender` keeps that memory for the next export, and may have two, so that one bucket travels
-    while the next is made. An `export` is assembled in the bucket; tensors of other streams are copied. Tensors that
-    are None, as on ranks that do not receive them, are left out. Tensors keep their order, but a norm that comes amid a
-    unit of its layer comes after it. Raises BucketError if anything else does, so that tensors of a unit are apart.
+    A bucket is the consumer's own. With `lend` all share one memory: each is valid until the next is asked for, which
+    raises BucketError if the one before is held. A `Lender` keeps that memory for the next export, and may have two, so
+    that one bucket travels while the next is made. An `export` is assembled in the bucket; tensors of other streams are
+    copied. Tensors that are None, as on ranks that do not receive them, are left out. Tensors keep their order, but a
+    norm amid a unit of its layer is moved behind that unit. Raises BucketError if any other tensor comes amid a unit.
     """
     lender = Lender() if lend is True else lend or None
     if isinstance(stream, Stream) and not stream.begun:
@@ -140,7 +143,7 @@ def _copied(stream: Iterable[tuple[str, torch.Tensor]], filling: _OpenBucket) ->
 
 
 class _OpenBucket:
-    """The bucket in the making."""
+    """The bucket that is being filled."""
 
     def __init__(self, limit: int, lender: Lender | None, unit: Callable[[str], str]) -> None:
         self._limit, self._lender, self._unit = limit, lender, unit
@@ -172,7 +175,7 @@ class _OpenBucket:
         return bucket
 
     def emit(self, name: str) -> Bucket | None:
-        """The bucket before tensor `name`, without its unit if that has begun; None if that is all there is."""
+        """The bucket before tensor `name`, without a begun unit of that tensor; None if nothing else is in it."""
         end = self._key_start if self._unit(name) == self._key else len(self._entries)
         begun = self._entries[end:]
         if self._memory is None or not end:
@@ -188,7 +191,7 @@ class _OpenBucket:
         return bucket
 
     def begin(self) -> None:
-        """The memory of the next bucket, with the unit that had begun."""
+        """Take memory for the next bucket, and put the unit into it that had begun."""
         if self._stash is not None:
             self._room(self._limit, self._stash.device)[: self._used] = self._stash
             self._stash = None
@@ -203,7 +206,7 @@ class _OpenBucket:
                 filled[: self._used] = old[: self._used]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """The tensor, copied."""
+        """Copy a tensor into the bucket. Raises BucketError if its unit has ended."""
         key = self._unit(name)
         if key != self._key:
             if key in self._ended:
@@ -217,14 +220,14 @@ class _OpenBucket:
         self._text += text_bytes(name, entry.shape)
 
     def last(self) -> Bucket | None:
-        """What is left at the end of the stream."""
+        """The bucket that is left at the end of the stream; None if that is empty."""
         if self._memory is None or not self._entries:
             return None
         return self._bucket(self._entries)
 
 
 def read(message: torch.Tensor, generation: int | None = None) -> Bucket:
-    """The bucket of a message, in place. Raises BucketError for other bytes, torn ones, or another generation."""
+    """The bucket in the memory of a message. Raises BucketError for other bytes, torn ones, or another generation."""
     raw = message[-_TAIL:].cpu().numpy().tobytes() if message.numel() >= _TAIL else b""
     if raw[16:] != MAGIC:
         raise BucketError(f"{message.numel()} bytes are no whole message of a bucket: they do not end with {MAGIC!r}")
@@ -235,21 +238,21 @@ def read(message: torch.Tensor, generation: int | None = None) -> Bucket:
         raise BucketError("the bytes of a bucket are not those that were sent: a torn read")
     text = message[-_TAIL - length : -_TAIL].cpu().numpy().tobytes()
     try:
-        told = json.loads(text)
-        entries = tuple(_entry(*one) for one in told["tensors"])
-        number, found = int(told["number"]), told["generation"]
+        metadata = json.loads(text)
+        entries = tuple(_entry(*one) for one in metadata["tensors"])
+        number, written = int(metadata["number"]), metadata["generation"]
     except (ValueError, KeyError, TypeError) as error:
         raise BucketError(f"metadata of a bucket that cannot be read: {error}") from error
     bucket = Bucket(number, entries, message)
-    if generation is not None and found != generation:
-        raise BucketError(f"bucket {number} is of generation {found}, expected {generation}: a stale read")
+    if generation is not None and written != generation:
+        raise BucketError(f"bucket {number} is of generation {written}, expected {generation}: a stale read")
     if not 0 <= bucket.nbytes <= message.numel() - _TAIL - length:
         raise BucketError(f"bucket {number} lists tensors beyond its {message.numel()} bytes")
     return bucket
 
 
 def _entry(name: str, shape: list[int], dtype: str, offset: int) -> Entry:
-    """Raises TypeError for what is no tensor."""
+    """The entry of a tensor in the metadata. Raises TypeError for what describes no tensor."""
     known = getattr(torch, dtype, None)
     if not isinstance(name, str) or not isinstance(known, torch.dtype):
         raise TypeError(f"tensor {name!r} of dtype {dtype!r}")

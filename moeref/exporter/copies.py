@@ -1,4 +1,4 @@
-"""The regions of a shard as few strided copies between flat memories: plain numbers, worked out once a plan.
+"""The regions of a shard as few strided copies between flat memories: plain numbers, worked out once for a plan.
 
 A shard of fused QKV has three regions for every KV group. They follow each other at equal distances, so one copy with
 one more dimension moves all of a tensor.
@@ -100,13 +100,13 @@ def _simple(copy: Copy) -> Copy:
 
 
 def merged(parts: Iterable[Copy]) -> tuple[Copy, ...]:
-    """The copies with those joined that are contiguous and follow each other on both sides, as gate and up may."""
-    found: list[Copy] = []
+    """The copies, with contiguous ones joined if they follow each other on both sides, as gate and up may."""
+    joined: list[Copy] = []
     for part in parts:
-        if found and found[-1].is_run and part.is_run:
-            (size,), into, source = found[-1]
+        if joined and joined[-1].is_run and part.is_run:
+            (size,), into, source = joined[-1]
             if (part.into.offset, part.source.offset) == (into.offset + size, source.offset + size):
-                found[-1] = Copy((size + part.size[0],), into, source)
+                joined[-1] = Copy((size + part.size[0],), into, source)
                 continue
-        found.append(part)
-    return tuple(found)
+        joined.append(part)
+    return tuple(joined)

@@ -20,7 +20,7 @@ FIXED = 200
 
 
 class BucketError(RuntimeError):
-    """A stream that cannot be cut into buckets, a lent bucket used too late, or bytes that are no bucket's message."""
+    """A stream cannot be cut into buckets, a lent bucket is used too late, or bytes are no message of a bucket."""
 
 
 class Entry(NamedTuple):
@@ -58,7 +58,7 @@ def padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 class Cut(NamedTuple):
-    """A bucket that is not filled: its tensors, and the bytes that its message takes at most."""
+    """A bucket before it is filled: its tensors, and the bytes that its message takes at most."""
 
     entries: tuple[Entry, ...]
     nbytes: int
@@ -71,7 +71,7 @@ def cuts(tensors: Iterable[HFTensor], limit: int | None, unit: Callable[[str], s
     """
     groups: list[tuple[list[HFTensor], int]] = []
     units = list(_units(tensors, unit))
-    # Their bytes and those of their descriptions.
+    # Bytes of the tensors of each unit, and of their descriptions.
     sizes = [sum([padded(shape, TORCH[dtype]) + text_bytes(name, shape) for name, shape, dtype in m]) for m in units]
     limit = max(sizes, default=0) + FIXED if limit is None else limit
     for mine, size in zip(units, sizes, strict=True):
@@ -89,17 +89,17 @@ def _entries(group: list[HFTensor]) -> tuple[Entry, ...]:
 
 def _units(tensors: Iterable[HFTensor], unit: Callable[[str], str]) -> Iterable[list[HFTensor]]:
     """Tensors that follow each other and are one unit."""
-    found: dict[str, list[HFTensor]] = {}
+    units: dict[str, list[HFTensor]] = {}
     last, mine = None, list[HFTensor]()
     for tensor in tensors:
         key = unit(tensor.name)
         if key != last:
-            if key in found:
+            if key in units:
                 raise apart(tensor.name, key)
-            found[key] = mine = []
+            units[key] = mine = []
             last = key
         mine.append(tensor)
-    return found.values()
+    return units.values()
 
 
 def apart(name: str, key: str) -> BucketError:

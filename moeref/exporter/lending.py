@@ -1,7 +1,7 @@
 """Where buckets get their memory. Fresh memory is slow to touch: the kernel zeroes it, page by page.
 
-A lender keeps memory from one export to the next, and lends it. Buckets that are the consumer's own share what no one
-holds any more, while their stream lasts.
+A lender keeps memory from one export to the next, and lends it. Buckets that are the consumer's own reuse memory that
+no one holds any more, within one stream.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _LINE = 64
 
 
 class Borrower(Protocol):
-    """What has memory of a lender."""
+    """A bucket, or whatever else has memory of a lender."""
 
     def expire(self) -> None:
         """Give the memory back. Raises BucketError if it is still held."""
 
 
 class Lender:
-    """As many memories as `halves`, lent in turn: a bucket is valid until so many more are asked for.
+    """Lends `halves` memories in turn: a bucket is valid until so many more are asked for.
 
     Two let one bucket travel while the next is made. One lender serves one export at a time; it may serve the next.
     `pinned`: page-locked memory on the host, from which copies to a GPU need not wait.
@@ -49,7 +49,7 @@ class Lender:
         return memory
 
     def lend(self, borrower: Borrower) -> None:
-        """Note who has the memory that was taken; the next is another, if there is one."""
+        """Note who has the memory that was taken last; the next one taken is another, if there are several."""
         self._borrowers[self._turn] = borrower
         self._turn = (self._turn + 1) % len(self._borrowers)
 
@@ -62,9 +62,9 @@ class Lender:
 
 
 class Owned:
-    """Memory that a consumer may keep. What it has dropped, tensors and all, is given again, within one stream.
+    """Memory that a consumer may keep. What it has dropped, with all tensors there, is given again within one stream.
 
-    Two are remembered: while a bucket is made, a `for` loop still has the one before it.
+    Two memories are remembered: while a bucket is made, a `for` loop still has the one before it.
     """
 
     def __init__(self, usual: int = 0) -> None:
@@ -93,6 +93,6 @@ def _fresh(nbytes: int) -> torch.Tensor:
 
 
 def holders(memory: torch.Tensor) -> int:
-    """How many tensors, arrays and storage objects share the memory. Other counts compare with that of idle memory."""
+    """How many tensors, arrays and storage objects share the memory. It tells by comparison with idle memory."""
     storage = memory.untyped_storage()  # one object as long as anybody has it
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)

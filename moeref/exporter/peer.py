@@ -23,15 +23,15 @@ class Peer(NamedTuple):
     group: dist.ProcessGroup | None
 
     def send(self, memory: torch.Tensor, rank: int) -> dist.P2POp:
-        """To send `memory` to a rank of the layout, once it is begun."""
+        """The operation, not begun yet, that sends `memory` to a rank of the layout."""
         return dist.P2POp(dist.isend, memory, self._global(rank), self.group)
 
     def receive(self, memory: torch.Tensor, rank: int) -> dist.P2POp:
-        """To receive `memory` from a rank of the layout, once it is begun."""
+        """The operation, not begun yet, that receives `memory` from a rank of the layout."""
         return dist.P2POp(dist.irecv, memory, self._global(rank), self.group)
 
     def _global(self, rank: int) -> int:
-        """The global rank of the layout's; they differ where engines share the world with the trainers."""
+        """The global rank of a rank of the layout; they differ where engines share the world with the trainers."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def bytes(self, count: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ class Peer(NamedTuple):
         return torch.empty(count, dtype=torch.uint8, device=self.device)
 
     def all_well(self, is_well: bool) -> bool:
-        """Whether all ranks are: a collective, which waits for the last of them."""
+        """Whether all ranks are well: a collective, which waits for the last of them."""
         ill = torch.tensor([not is_well], dtype=torch.int32, device=self.device)
         dist.all_reduce(ill, dist.ReduceOp.MAX, group=self.group)
         return not int(ill)

@@ -27,7 +27,7 @@ IN_FLIGHT_BYTES = 64 << 20
 
 
 class ExportError(RuntimeError):
-    """An export that cannot begin, as no rank would receive it or the ranks do not agree, or that failed on a rank."""
+    """An export cannot begin, as no rank would receive it or the ranks do not agree, or it failed on a rank."""
 
 
 class Step(NamedTuple):
@@ -42,12 +42,12 @@ class Step(NamedTuple):
 class Plan:
     """What an export sends, in order, and the ranks that get it. Raises ExportError for options that name no receiver.
 
-    in_flight_bytes: shards travel in messages; those that a rank holds at a time have so many bytes at most, or are the
-    shards of one parameter that has more.
+    in_flight_bytes: shards travel in messages; this bounds the bytes of those that a rank holds at a time, unless the
+    shards of one parameter have more.
 
     receivers: "writer", the one rank `writer` gets all tensors; "node", the first of every `ranks_per_node` ranks gets
-    all; "share", every rank gets other tensors, about as many bytes, units (`unit_of`) whole; "all", every rank gets
-    all.
+    all; "share", each rank gets a part of the tensors, of about equal bytes, units (`unit_of`) whole; "all", every rank
+    gets all.
     """
 
     shard_map: ShardMap
@@ -138,7 +138,7 @@ class Plan:
         return self._tensor_copies[number]
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` works out from this plan, once a key. It depends on nothing else: least of all on weights."""
+        """What `make` works out from this plan, once for each key. It may depend on nothing else, such as weights."""
         if key not in self._kept:
             self._kept[key] = uncollected(make)()
         found: T = self._kept[key]
@@ -146,6 +146,6 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> int:
-        """63 bits of a hash of shard map, names, receivers and bytes in flight: ranks that differ send nothing."""
+        """63 bits of the hash of shard map, names, receivers and bytes in flight: if ranks differ, nothing is sent."""
         to = self.receivers, self.writer, self.ranks_per_node
         return hashed(self.shard_map.digest, *to, self.in_flight_bytes, [t.name for t in self.tensors])

@@ -1,6 +1,6 @@
-"""A stream as the FP8 files of a model have it: linears in e4m3, each block of rows and columns with a scale.
+"""Quantises a stream as in a model's FP8 files: linears in e4m3, each block of rows and columns with a scale.
 
-As DeepSeek-V3 has it (`weight_dequant` in its inference/kernel.py): a weight is the product of what is in the file and
+As in DeepSeek-V3 (`weight_dequant` of its inference/kernel.py), a weight is the product of what is in the file and
 its block's `weight_scale_inv`; blocks at the ends of a matrix are smaller. A scale is the largest magnitude / 448.
 """
 
@@ -20,7 +20,7 @@ from moeref.families.quantised import FP8Blocks, read_fp8_blocks
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
-#: Elements that are fp32 at a time, or a row of blocks.
+#: The most elements that are in fp32 at a time, unless a row of blocks has more.
 BAND = 1 << 18
 
 
@@ -31,17 +31,17 @@ def quantised(
 
     stream: `export`, or any other; experts are a tensor each. config: the published model's, with its
     `quantization_config`. A weight is followed by its `weight_scale_inv`, fp32; what stays as it is is passed on. Where
-    a tensor is None, on ranks that do not receive it, so are both. `buckets` keeps both together.
+    a tensor is None, on ranks that do not receive it, both are None. `buckets` keeps both together.
 
     Raises UnmappedModelError for a config that asks for anything but FP8 (e4m3) in blocks, and for weights of a layer
     that FP8 files are not known to quantise or to keep; ExportError for weights that are no matrix or hold inf or NaN.
     """
-    found = loaded(config)
-    asked = found.get("quantization_config") or {}
-    blocks = read_fp8_blocks(found)
+    settings = loaded(config)
+    asked = settings.get("quantization_config") or {}
+    blocks = read_fp8_blocks(settings)
     if blocks is None:
         raise UnmappedModelError(
-            f"{str(found.get('model_type'))[:100]}: the config asks for {str(asked.get('quant_method'))[:100]} with "
+            f"{str(settings.get('model_type'))[:100]}: the config asks for {str(asked.get('quant_method'))[:100]} with "
             f"weight_block_size={str(asked.get('weight_block_size'))[:100]}; only FP8 (e4m3) in blocks, with dynamic "
             "activations, is sent"
         )
@@ -67,7 +67,7 @@ def _quantised(stream: Iterable[Named], blocks: FP8Blocks) -> Iterator[tuple[str
 def quantise(
     name: str, tensor: torch.Tensor, block: Block, powers_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in e4m3, and the fp32 scales of its blocks. `powers_of_two`: each scale is the next one.
+    """A matrix in e4m3, and the fp32 scales of its blocks. `powers_of_two`: scales are rounded up to these.
 
     Raises ExportError naming the tensor for anything but a matrix of bf16, fp16 or fp32, and for inf and NaN.
     """
@@ -91,14 +91,14 @@ def quantise(
 
 def _blocks(band: torch.Tensor, block: Block) -> torch.Tensor:
     """[I, rows, J, columns]: I·J whole blocks, filled up with zeros."""
-    short = [-size % of for size, of in zip(band.shape, block, strict=True)]
+    short = [-size % length for size, length in zip(band.shape, block, strict=True)]
     whole = torch.nn.functional.pad(band, (0, short[1], 0, short[0])) if any(short) else band.contiguous()
     return whole.view(-1, block[0], whole.shape[1] // block[1], block[1])
 
 
 def _scales(blocks: torch.Tensor, powers_of_two: bool) -> torch.Tensor:
     """The scale of each block [I, J]; 1 for zeros."""
-    largest = blocks.abs().amax(1).amax(-1).float()  # of both at once would take four times as long
+    largest = blocks.abs().amax(1).amax(-1).float()  # both dimensions at once would take four times as long
     scales = torch.where(largest == 0, 1.0, largest / LARGEST)
     if powers_of_two:
         mantissa, exponent = torch.frexp(scales)

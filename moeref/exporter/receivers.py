@@ -34,7 +34,7 @@ def wrong(receivers: str, writer: int, ranks_per_node: int | None, layout: Layou
 
 
 def common(receivers: str, writer: int, ranks_per_node: int | None, world: int) -> tuple[int, ...]:
-    """The ranks that receive every tensor; of a "share", all that receive any."""
+    """The ranks that receive every tensor; for "share", those that receive any."""
     if receivers == "writer":
         return (writer,)
     return tuple(range(0, world, ranks_per_node or 1))
@@ -51,9 +51,9 @@ def shares(steps: Sequence[tuple[HFTensor, ...]], world: int) -> tuple[tuple[int
         nbytes[unit] = nbytes.get(unit, 0) + sum(DTYPES[t.dtype].bytes * prod(t.shape) for t in tensors)
     ranks = [(rank,) for rank in range(world)]
     loads = [(0, rank) for rank in range(world)]
-    found: dict[str, tuple[int, ...]] = {}
+    receivers: dict[str, tuple[int, ...]] = {}
     for unit, size in nbytes.items():
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + size, rank))
-        found[unit] = ranks[rank]
-    return tuple(found[unit_of(tensors[0].name)] for tensors in steps)
+        receivers[unit] = ranks[rank]
+    return tuple(receivers[unit_of(tensors[0].name)] for tensors in steps)

@@ -2,8 +2,8 @@
 
 Each half has a record: which bucket is in it, of how many bytes. A writer takes the record away before it changes the
 bytes and gives it back after, and waits until the reader has acknowledged what was there. The message in the half has a
-checksum and the generation of its weights. So whatever is killed at whatever step, a reader has a whole bucket or an
-error.
+checksum and the generation of its weights. So whichever process is killed at whatever step, a reader has a whole bucket
+or an error.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SharedBuffer:
         self._done = number
 
     def _fill(self, half: int, message: torch.Tensor) -> None:
-        """Copy the bytes from wherever they are, and wait once."""
+        """Copy the bytes of a message, which may be on a GPU, and wait once."""
         self._half(half)[: message.numel()].copy_(message, non_blocking=True)
         if message.is_cuda:
             torch.cuda.current_stream(message.device).synchronize()
@@ -72,9 +72,9 @@ class SharedBuffer:
         number = self._done + 1
         half = number % _HALVES
         self._wait(lambda: self._record(half)[0] >= number, f"bucket {number} is written")
-        found, nbytes = self._record(half)
-        if found != number or nbytes > self._size:
-            raise BucketError(f"bucket {found} is where bucket {number} is expected: another process writes here")
+        written, nbytes = self._record(half)
+        if written != number or nbytes > self._size:
+            raise BucketError(f"bucket {written} is where bucket {number} is expected: another process writes here")
         bucket = read(self._half(half)[:nbytes].clone(), generation)
         self._write_record(_HALVES, number, 0)
         self._done = number
@@ -121,7 +121,7 @@ class SharedBuffer:
 
 
 def _attached(name: str) -> SharedMemory:
-    """Without Python's tracker, which would remove the memory when this process ends."""
+    """Attach to the memory without Python's tracker, which would remove the memory when this process ends."""
     if sys.version_info >= (3, 13):
         return SharedMemory(name, track=False)
     memory = SharedMemory(name)

@@ -43,7 +43,7 @@ def export(
     their weights differ.
 
     Later, a rank that fails ends the export on all ranks, with an ExportError that names it and its tensor; at the end
-    of the stream all ranks wait for each other. Written as `with export(…) as stream`, an error of the block is such a
+    of the stream all ranks wait for each other. In a `with export(…) as stream`, an error of the block is such a
     failure, and the other ranks are told what it was.
     """
     return Stream(_Export(Peer(plan, rank, device_of(chunks, group), group), chunks, version))
@@ -155,7 +155,7 @@ class _Export:
         self._name = name
 
     def items(self, made: Callable[[Transfer], Iterator[T]]) -> Generator[T, None, None]:
-        """Bind, stream, and agree on how it went."""
+        """Bind the parameters, stream, and agree with the other ranks on what failed."""
         held = self._bound()
         transfer = Transfer(self.peer, held)
         failed: BaseException | None = None
@@ -166,11 +166,11 @@ class _Export:
             failed = error
             with suppress(RuntimeError, ValueError):
                 transfer.abort()
-        told = self._settled(failed)
+        reasons = self._settled(failed)
         if failed and not isinstance(failed, Stopped):
             raise failed
-        if told:
-            raise ExportError(f"{self._where}: {'; '.join(f'rank {rank} {text}' for rank, text in told.items())}")
+        if reasons:
+            raise ExportError(f"{self._where}: {'; '.join(f'rank {rank} {text}' for rank, text in reasons.items())}")
 
     def _settled(self, failed: BaseException | None) -> dict[int, str]:
         """Why ranks failed, by rank."""

@@ -2,7 +2,7 @@
 
 All ranks begin the batches of the plan in its order. Before a batch travels they say whether all is well, so that no
 rank gets more than it has room for, and none waits for one that has failed. The next batch begins to travel before the
-one that is there is read.
+one that has arrived is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moeref.exporter.copies import Copy
 from moeref.exporter.peer import Buffers, Peer
 from moeref.torch_dtypes import TORCH
 
-#: So many bytes are copied by torch, which may use several threads; fewer by memmove: torch's own calls take longer.
+#: From so many bytes on torch copies, which may use several threads; below that memmove: calls of torch take longer.
 LONG = 1 << 20
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -98,7 +98,7 @@ def mine(batch: Batch, rank: int) -> Iterator[ShardMessage]:
 
 
 def _address(shard: torch.Tensor) -> int:
-    """Where its elements follow each other in the memory of this host; 0 if they do not."""
+    """The address of a shard that is contiguous in the memory of this host; 0 for any other."""
     # A tensor of another class may keep its elements elsewhere; one without storage has address 0.
     is_plain = type(shard) in _PLAIN and shard.is_cpu and shard.is_contiguous()
     return shard.data_ptr() if is_plain else 0
@@ -138,7 +138,7 @@ class Transfer:
         self._base = buffer.data_ptr() if buffer.device.type == "cpu" else 0
 
     def _fit(self, *batches: Batch) -> bool:
-        """Whether both may be in flight. All ranks come to the same answer."""
+        """Whether these batches may be in flight together. All ranks come to the same answer."""
         return all(batch.nbytes <= self._peer.plan.in_flight_bytes // 2 for batch in batches)
 
     def _send(self) -> None:
@@ -185,7 +185,7 @@ class Transfer:
         return self._base and self._base + at
 
     def end(self) -> None:
-        """The shards that are here are not read any more."""
+        """Give up the batch that is here: its shards are not read any more."""
         self._arrived, self._typed = {}, {}
         if self._here:
             self._buffers.give(self._here.buffer)

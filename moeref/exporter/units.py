@@ -49,6 +49,6 @@ def closed_up(stream: Iterable[Named], unit: Callable[[str], str]) -> Iterator[t
 
 
 def _layer(name: str) -> str:
-    """Such as `model.layers.3.`; the whole name for a tensor of no layer."""
+    """The prefix of a layer, such as `model.layers.3.`; the whole name for a tensor of no layer."""
     match = re.match(r".*?\.layers\.\d+\.", name)
     return match[0] if match else name

@@ -30,7 +30,7 @@ from moeref.replay.routes import RouteError, Routes, routes
 
 _NEMO = re.compile(r"nrlre1:(\w+):(\d{1,15})x(\d{1,15})x(\d{1,15}):")
 _DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "uint32", "int64", "u1", "u2", "i4")
-#: Types by their bytes, for data that names none.
+#: Dtypes by the bytes of a number, for data that names no dtype.
 _UNNAMED = {1: "u1", 2: "<u2", 4: "<i4"}
 _NPY = b"\x93NUMPY"
 
@@ -99,8 +99,8 @@ def from_engine(
     idx_TLK, layers = _moe_only(_shaped(_array(data, limit, spec, tokens), spec, tokens), spec)
     _check_rows(len(idx_TLK), tokens)
     start = asked if start is None else start
-    found = routes(idx_TLK, layers=layers, experts=spec.experts, version=version, start=start, zeros=zeros)
-    return replace(found, depth=len(spec.moe_layers))
+    checked = routes(idx_TLK, layers=layers, experts=spec.experts, version=version, start=start, zeros=zeros)
+    return replace(checked, depth=len(spec.moe_layers))
 
 
 def says_start(data: Any) -> bool:
@@ -150,10 +150,10 @@ def _array(data: Any, limit: int, spec: Spec, tokens: int | None) -> npt.NDArray
         return data
     if isinstance(data, list | tuple):
         try:
-            found = np.asarray(data)
+            array = np.asarray(data)
         except ValueError as error:
             raise RouteError(f"nested lists of unequal length: {error}") from None
-        return found if found.size else found.astype(np.int64)
+        return array if array.size else array.astype(np.int64)
     raise RouteError(
         f"routes came as {type(data).__name__}; see moeref.replay.engine_formats for the forms that are read"
     )
@@ -165,8 +165,8 @@ def _tensor(data: Any) -> npt.NDArray[Any]:
         raise RouteError("a nested tensor holds several samples; read each of its unbind()")
     if data.is_floating_point() or data.is_complex():
         raise RouteError(f"routes are integers, not {data.dtype}")
-    found: npt.NDArray[Any] = data.detach().cpu().numpy()
-    return found
+    array: npt.NDArray[Any] = data.detach().cpu().numpy()
+    return array
 
 
 def _text(text: str, limit: int, spec: Spec, tokens: int | None) -> npt.NDArray[Any]:
@@ -180,7 +180,7 @@ def _text(text: str, limit: int, spec: Spec, tokens: int | None) -> npt.NDArray[
 
 
 def _flat(content: bytes, spec: Spec, tokens: int | None) -> npt.NDArray[Any]:
-    """Numbers of a type that nothing names: the one that `tokens` rows need, else int32 as SGLang sends."""
+    """Numbers whose dtype nothing names: the one with which `tokens` rows fit, else int32, as SGLang sends."""
     rows = (tokens or 0) * spec.top_k
     fits = {size for size in _UNNAMED if any(rows * depth * size == len(content) for depth in _depths(spec))}
     if len(fits) > 1:
@@ -188,13 +188,13 @@ def _flat(content: bytes, spec: Spec, tokens: int | None) -> npt.NDArray[Any]:
     size = fits.pop() if fits else 4
     if len(content) % size:
         raise RouteError(f"{len(content)} bytes after base64 are neither a .npy file nor flat int32")
-    found = np.frombuffer(content, _UNNAMED[size])
-    if found.size and int(found.max()) >= spec.experts:
+    numbers = np.frombuffer(content, _UNNAMED[size])
+    if numbers.size and int(numbers.max()) >= spec.experts:
         raise RouteError(
-            f"flat routes read as {_UNNAMED[size]} hold expert {int(found.max())} of {spec.experts}; say tokens= for "
+            f"flat routes read as {_UNNAMED[size]} hold expert {int(numbers.max())} of {spec.experts}; say tokens= for "
             f"another type, or send one that names it"
         )
-    return found
+    return numbers
 
 
 def _base64(text: str, limit: int) -> bytes:
@@ -221,7 +221,7 @@ def _described(data: Mapping[str, Any], limit: int) -> npt.NDArray[Any]:
 
 
 def _type_of(size: int, shape: Sequence[int]) -> str:
-    """The type of `size` bytes in `shape`, where nothing names it: the unsigned ones, or int32."""
+    """The dtype of `size` bytes in `shape`, if nothing names it: uint8, uint16 or int32."""
     numbers = math.prod(shape)
     each = size // numbers if numbers else 1
     if each not in _UNNAMED or each * numbers != size:

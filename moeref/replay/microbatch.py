@@ -38,7 +38,7 @@ class MicrobatchRoutes:
     starts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Raise RouteError unless cu_seqlens ascends from 0 to S and there is a part of it for each sample."""
+        """Raise RouteError unless cu_seqlens ascends from 0 to S, with a place for each sample."""
         ends, columns = self.cu_seqlens, self.routes.batch
         if not ends or ends[0] != 0 or list(ends) != sorted(ends) or (len(ends) - 1) * columns != len(self.starts):
             raise RouteError(f"cu_seqlens {list(ends)} of {len(self.starts)} samples; expected 0 and the end of each")
@@ -63,7 +63,7 @@ def packed(samples: Sequence[Routes], plan: Plan | None = None, *, total: int | 
     sample's padding, as in `cu_seqlens_padded`.
     total: the padded length of the sequence, where `Plan.group` asks for more than this rank needs.
 
-    Raises RouteError for no samples, for batched ones, and for a total that is too short or keeps not every factor;
+    Raises RouteError for no samples, for batched ones, and for a total that is too short or breaks the plan's multiple;
     PaddingError as `Plan.pack` does.
     """
     _check_samples(samples)
@@ -166,9 +166,9 @@ def marked(routes: Routes, layers: Sequence[int]) -> npt.NDArray[np.int32]:
     Raises RouteError for a layer without routes.
     """
     chosen = select_layers(routes, layers)
-    found_LTK = np.ascontiguousarray(chosen.idx_TLK.transpose(1, 0, 2), np.int32)
-    found_LTK[chosen.missing_TL.T] = -1
-    return found_LTK
+    experts_LTK = np.ascontiguousarray(chosen.idx_TLK.transpose(1, 0, 2), np.int32)
+    experts_LTK[chosen.missing_TL.T] = -1
+    return experts_LTK
 
 
 def targets(
@@ -180,7 +180,7 @@ def targets(
     whole decoder, in the order in which they run. -1 marks routes that are missing: megatron-core's RouterReplay cannot
     take them, so give these rows the router's own top-k, as `moeref.megatron.replay.replaying` does.
 
-    spec: of the model, for routes that were not read by one.
+    spec: the model's, for routes that were not read with one.
 
     Raises RouteError for routes without a layer of the rank or of an unknown number of layers, LayoutError for
     sequences that do not divide.

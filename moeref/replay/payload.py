@@ -51,7 +51,7 @@ _FIELDS = {
     "zstd": bool,
     "bytes": int,
 }
-#: Bytes beside the experts for each row and for each route, by `rows`.
+#: Bytes besides the experts, (of each row, of each route), by the header's `rows`.
 _EXTRA = {"given": (0, 0), "kinds": (5, 0), "holes": (5, 1)}
 #: Fields that are counts or positions, with the least value of each.
 _LEAST = {"tokens": 0, "top_k": 1, "experts": 1, "start": 0, "bytes": 0}
@@ -97,7 +97,7 @@ def write(routes: Routes, *, zstd: bool = False) -> bytes:
 def read(payload: bytes | bytearray | memoryview, *, limit: int = LIMIT, distinct: bool = True) -> Routes:
     """The routes of a payload made by `write`. Arrays of an uncompressed payload are read-only views of it.
 
-    distinct: look for an expert twice in a route, which takes longer than the rest. `replaying` looks too.
+    distinct: refuse an expert twice in a route. The look takes longer than all else here, and `replaying` looks too.
 
     Raises RouteError for anything else: wrong magic, a header that is cut off, too long or not as written, sizes that
     disagree with the bytes present or exceed `limit`, a wrong checksum, an expert out of range or twice in a route, an

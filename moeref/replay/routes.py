@@ -73,7 +73,7 @@ class Routes:
         return missing_TL if self.holes_TL is None else missing_TL | self.holes_TL
 
     def equals(self, other: Routes) -> bool:
-        """The same experts in the same order, layers, kinds, holes, versions, start and batch."""
+        """Whether both have the same experts in the same order, layers, kinds, holes, versions, start and batch."""
         return (
             (self.layers, self.experts, self.start, self.batch)
             == (other.layers, other.experts, other.start, other.batch)
@@ -175,8 +175,8 @@ def spread_experts(rows: int, layers: int, top_k: int, experts: int, first: int 
     padding does not overload one of them. `first` is the number of rows spread before these.
     """
     number = np.arange(first, first + rows)[:, None] * top_k + np.arange(top_k)
-    found = np.broadcast_to((number % experts)[:, None, :], (rows, layers, top_k))
-    return np.ascontiguousarray(found.astype(index_dtype(experts)))
+    spread = np.broadcast_to((number % experts)[:, None, :], (rows, layers, top_k))
+    return np.ascontiguousarray(spread.astype(index_dtype(experts)))
 
 
 def missing_rows(rows: int, like: Routes, kind: np.uint8 = MISSING) -> Routes:

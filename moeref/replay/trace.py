@@ -24,8 +24,8 @@ from moeref.replay.routes import MISSING, RouteError, Routes, concat, missing_ro
 class Coverage:
     """How many routes (a token in a layer) a finished trace has and lacks.
 
-    `trained` are those of rows that predict a token of the loss, `trained_missing` the holes among them.
-    `context_missing` are holes in other rows, which only attention passes on; the row of the last token is not one.
+    `trained` counts the routes of rows that predict a token of the loss, `trained_missing` the holes among them;
+    `context` and `context_missing` those of other rows, which act through attention only, without the last token's.
     """
 
     trained: int
@@ -49,7 +49,7 @@ class Trace:
 
     @property
     def rows(self) -> int:
-        """The number of tokens from the first that have a row, holes between them included."""
+        """The number of tokens up to the last that has a row, holes between them included."""
         return self._routes.tokens
 
     @property
@@ -101,7 +101,7 @@ class Trace:
         loss_mask: for each token, whether its own log-probability is in the loss. That of token t is predicted by row
         t - 1, so the row of the last token is never needed. Tokens without a row, such as observations of a tool or an
         EOS that was appended, become MISSING.
-        holes: the largest share of the routes that are trained on which may be missing.
+        holes: how many of the routes that are trained on may be missing, as a share from 0 to 1.
 
         Raises RouteError for a mask of another length, for more rows than tokens, for `holes` that is no share, and for
         more holes where it is trained on, with the first of them.
@@ -116,19 +116,19 @@ class Trace:
         lacks = missing_rows(tokens - self.rows, self._routes)
         whole = concat([self._routes, lacks])
         trained_T = np.append(mask_T[1:], False)[:tokens]
-        found = _coverage(whole, trained_T)
-        if found.trained_missing > holes * found.trained:
+        coverage = _coverage(whole, trained_T)
+        if coverage.trained_missing > holes * coverage.trained:
             row, layer = np.argwhere(whole.missing_TL & trained_T[:, None])[0]
             raise RouteError(
                 f"token {row}, layer {whole.layers[layer]}: no route, but it predicts token {row + 1}, which is "
-                f"trained on; {found.trained_missing} of {found.trained} such routes are missing, holes={holes} allows "
-                f"{int(holes * found.trained)}"
+                f"trained on; {coverage.trained_missing} of {coverage.trained} such routes are missing, "
+                f"holes={holes} allows {int(holes * coverage.trained)}"
             )
-        return whole, found
+        return whole, coverage
 
 
 def _coverage(whole: Routes, trained_T: np.ndarray[Any, Any]) -> Coverage:
-    """Count routes and holes, where trained on and elsewhere; the last row is no context of anything."""
+    """Count routes and holes, where trained on and elsewhere; the last row is neither: no token comes after it."""
     context_T = ~trained_T
     context_T[-1:] = False
     depth = len(whole.layers)

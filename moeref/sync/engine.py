@@ -39,13 +39,13 @@ class Engine(Protocol):
         """Stop generating tokens. Raises Refused if an update has paused the engine already."""
 
     def begin(self, update: Update) -> None:
-        """Expect the buckets of `update`, from index 0. An update that is begun already starts again, by its id.
+        """Expect the buckets of `update`, from index 0. An update with the id of the begun one starts again.
 
         Raises Refused if another update is begun, or if version or base do not fit the engine's.
         """
 
     def send(self, bucket: Bucket) -> Receipt:
-        """Take a bucket; return what was received since `begin`. Raises SyncError for a wrong bucket."""
+        """Take a bucket; return what was received since `begin`. Raises SyncError for any but the next."""
 
     def commit(self, version: int) -> Receipt:
         """Finalise the weights that came, once for all buckets; return what `receipt` returns from now on.
@@ -103,7 +103,7 @@ class Intake:
     def accept(self, bucket: Bucket) -> Receipt:
         """Check and count a bucket; return what came since `begin`.
 
-        Raises SyncError for a bucket that is repeated, out of order, changed or of no begun update.
+        Raises SyncError for a bucket that is not the next one or was changed, and if no update is begun.
         """
         received = self._received
         if self.update is None or self._complete:

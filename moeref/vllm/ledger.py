@@ -1,6 +1,6 @@
-"""What made each token, recorded in vLLM's worker at every forward: there the weights are, and so is their version.
+"""Records what made each token, at every forward in vLLM's worker: it has the weights and knows their version.
 
-A version that is asked for when a request is sent or answered can be another one. The scheduler's output says which
+The version at the time when a request is sent or answered can be another one. The scheduler's output says which
 positions run and which blocks of the KV cache hold the rest. The version that wrote each slot of a block is kept, so
 that a hit in the prefix cache has it too.
 """
@@ -18,7 +18,7 @@ from moeref.provenance import COLUMNS, NONE, Logprob, ProvenanceError, Recorder
 
 #: Columns of a `Provenance` by name, in lists that JSON has. The worker does not know the ids of sampled tokens: -1.
 Labels = dict[str, list[int]]
-#: Requests that have ended, at most, whose labels wait to be asked for; the oldest are forgotten.
+#: The labels of this many ended requests wait, at most, to be asked for; the oldest are forgotten.
 WAITING = 1 << 16
 #: What vLLM adds to the id of a request to make it unique.
 _RANDOM = len("-12345678")
@@ -40,7 +40,7 @@ class _Request:
 
 
 class _Forward(NamedTuple):
-    """A request's part of a forward: `tokens` of it after `computed` ones in the KV cache, of `known` ones."""
+    """A request's part of a forward: of its `known` tokens `computed` are in the KV cache, and `tokens` more run."""
 
     request: _Request
     resumed: bool
@@ -64,7 +64,7 @@ class Ledger:
         self._version = 0
 
     def step(self, scheduled: Any, version: int) -> None:
-        """Before a forward of vLLM's `SchedulerOutput` with the weights `version`."""
+        """Record a forward of vLLM's `SchedulerOutput` with the weights `version`, before it runs."""
         self._version = version
         for id_ in scheduled.finished_req_ids:
             self._end(id_)
@@ -77,15 +77,15 @@ class Ledger:
                 self._run(forward)
 
     def take(self, name: str, index: int | None = None) -> Labels:
-        """The labels of a request by its caller's id; `index`: of n samples, where n is more than 1. Given out once.
+        """The labels of a request by its caller's id, given out once. `index`: which of n samples, if n is more than 1.
 
-        Raises ProvenanceError without it, for two requests of one id, and for one whose forwards are not understood.
+        Raises ProvenanceError unless one request has this id, and for a request whose forwards are not understood.
         """
         name = name if index is None else f"{index}_{name}"
-        found = [request for request in self._named.get(name, ()) if not request.told]
-        if len(found) != 1:
-            raise ProvenanceError(f"{len(found)} requests {name!r} have labels; ask once, and give each its own id")
-        (request,) = found
+        matches = [request for request in self._named.get(name, ()) if not request.told]
+        if len(matches) != 1:
+            raise ProvenanceError(f"{len(matches)} requests {name!r} have labels; ask once, and give each its own id")
+        (request,) = matches
         request.told = True
         if self._ended.pop(request.id, None):
             self._forget(request)
@@ -95,7 +95,7 @@ class Ledger:
         return {column: values.tolist() for column, values in zip(COLUMNS, columns, strict=True)}
 
     def _first(self, scheduled: Any) -> Iterator[_Forward]:
-        """Requests that come with their prompt; one that is known was preempted (vLLM's second model runner)."""
+        """Of requests that come with their prompt; one that came before was preempted (vLLM's second model runner)."""
         for new in scheduled.scheduled_new_reqs:
             prompt = new.prompt_token_ids or ()
             resumed = new.req_id in self._requests
@@ -143,7 +143,7 @@ class Ledger:
         return request.blocks[at // self._size] * self._size + at % self._size
 
     def _slots(self, request: _Request, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Of positions begin to end."""
+        """The slots of the KV cache that hold the tokens at positions `begin` to `end`, which is not included."""
         first = begin // self._size
         blocks = np.asarray(request.blocks[first : -(-end // self._size)], np.int64)
         at = np.arange(begin, end) - first * self._size

@@ -1,4 +1,4 @@
-"""What vLLM has since 0.30 and moeref asks for, in the versions before that."""
+"""Functions that moeref calls and vLLM has since 0.30, for the versions before that."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from moeref.vllm.arguments import EngineError, installed, prepare
 from moeref.vllm.control import InProcess, Piped, serve
 from moeref.vllm.rollout import Sample, from_outputs
 
-#: Steps in a row that sampled nothing, after which no token is waited for.
+#: After this many steps in a row without a sampled token, `advance` waits no longer.
 IDLE = 100
 
 
@@ -31,7 +31,7 @@ class EngineLost(EngineError):
 
 
 class Process(Piped):
-    """The control of an engine that runs elsewhere. `pid` is that of the engine, None while there is none.
+    """The control of an engine in a process of its own. `pid` is the engine's, None while there is no engine.
 
     Besides the commands of a control it has `submit`, `advance` and `collect`, see `Stepped`.
     """
@@ -63,7 +63,7 @@ class Process(Piped):
         self.pid = self.call("start", **arguments)
 
     def stop(self) -> None:
-        """End the engine, if there is one. It answers to what it was asked before, which is dropped."""
+        """End the engine, if there is one. Its answers to earlier calls are dropped."""
         if self.pid is not None:
             self._mine.send_bytes(pickle.dumps((None, None)))
             while self._mine.recv() != ENDED:
@@ -83,7 +83,7 @@ REFUSED = 3
 
 
 def keep(fd: int) -> None:
-    """What the keeper runs: it takes `start`, and answers for an engine that died."""
+    """Run the keeper: it forks an engine at each `start`, and sends EngineLost for one that died."""
     prepare()
     from vllm import LLM  # noqa: F401 - so that engines need not import it
 
@@ -108,7 +108,7 @@ def keep(fd: int) -> None:
 
 
 def _engine(connection: Connection[Any, Any], arguments: Mapping[str, Any]) -> None:
-    """The forked engine: it never returns into the keeper."""
+    """Run the forked engine, and exit: this never returns into the keeper."""
     code = 1
     try:
         from vllm import LLM
@@ -128,7 +128,7 @@ def _engine(connection: Connection[Any, Any], arguments: Mapping[str, Any]) -> N
 
 
 class Stepped(InProcess):
-    """An `LLM` of this process whose caller decides when it goes on: requests can be under way in an update."""
+    """An `LLM` of this process that goes on only when told to, so that requests can be under way in an update."""
 
     def __init__(self, llm: Any) -> None:
         super().__init__(llm)
@@ -137,7 +137,7 @@ class Stepped(InProcess):
         self._commands |= {"submit": self.submit, "advance": self.advance, "collect": self.collect}
 
     def submit(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> None:
-        """Add a request for each prompt, and drop those of before; `sampling` are arguments of SamplingParams."""
+        """Add a request for each prompt, and drop earlier requests; `sampling` are arguments of SamplingParams."""
         from vllm import SamplingParams
 
         self._abort()
@@ -148,7 +148,7 @@ class Stepped(InProcess):
             self._outputs[name] = None
 
     def advance(self, tokens: int | None = None) -> None:
-        """Go on until every request has this many tokens, or has ended. Raises EngineError if nothing happens."""
+        """Go on until every request has this many tokens, or has ended. Raises EngineError if no token comes."""
         idle, enough = 0, math.inf if tokens is None else tokens
         while any(not self._ended(name) and self._made(name) < enough for name in self._outputs):
             before = sum(map(self._made, self._outputs))
@@ -159,7 +159,7 @@ class Stepped(InProcess):
                 raise EngineError(f"{idle} steps sampled no token: is the engine paused?")
 
     def collect(self, model: Model, *, routes: bool = True) -> list[Sample]:
-        """The samples of all requests so far. Those that have not ended are aborted, and vLLM has no routes of them.
+        """The samples of all requests so far. Requests that have not ended are aborted; vLLM has no routes of them.
 
         Raises EngineError for a request without a token, or for routes that are asked for and absent.
         """
@@ -167,9 +167,9 @@ class Stepped(InProcess):
             raise EngineError(f"{len(bare)} requests have no token yet: advance first")
         self._abort()
         cut = [not self._ended(name) for name in self._outputs]
-        found = [one for output in self._outputs.values() for one in from_outputs(self, output, model, routes=routes)]
+        samples = [one for output in self._outputs.values() for one in from_outputs(self, output, model, routes=routes)]
         self._outputs = {}
-        return [replace(one, reason="abort") if aborted else one for one, aborted in zip(found, cut, strict=True)]
+        return [replace(one, reason="abort") if aborted else one for one, aborted in zip(samples, cut, strict=True)]
 
     def _abort(self) -> None:
         self._core.abort_request([name for name in self._outputs if not self._ended(name)])

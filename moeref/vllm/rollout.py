@@ -24,8 +24,9 @@ from moeref.vllm.ledger import Labels
 class Sample:
     """A completion with its prompt. Logprobs are those of the sampled tokens before temperature and top-p.
 
-    `made` says of each token what made it, as the engine's workers recorded it. `routes` has a row for each token; that
-    of the last one, which the engine never ran, is MISSING. None where they were not asked for.
+    `made` says of each token what made it, as the engine's workers recorded it. `prompt` is the number of its tokens.
+    `routes` has a row for each token; that of the last one, which the engine never ran, is MISSING. It is None if
+    routes were not asked for. `reason` is why the completion ended.
     """
 
     made: Provenance
@@ -53,7 +54,7 @@ class Sample:
 def sampling(max_tokens: int, **changes: Any) -> dict[str, Any]:
     """Arguments of vLLM's SamplingParams whose samples can be trained on: raw logprobs, no tokeniser.
 
-    Raises EngineError for a seed of a request, which the CPU's build does not survive; the engine has one.
+    Raises EngineError for a `seed`: with that of a request the CPU's build stops. The engine has a seed of its own.
     """
     if "seed" in changes:
         raise EngineError("a request's seed stops the CPU engine of vllm 0.30; set the engine's seed instead")
@@ -73,10 +74,10 @@ def generate(
 
 
 def labels(control: Control, request: str, index: int | None = None) -> Labels:
-    """What made the tokens of a request that has ended, from the workers that ran it; they tell it once.
+    """The labels of an ended request, which say what made its tokens. The workers that ran it give them once.
 
     request: the id that the engine got: `RequestOutput.request_id`, or `request_id` of a server's response. index: of
-    the sample, if the request is for several. Raises EngineError if the workers differ.
+    the sample, if the request asked for several. Raises EngineError if the workers differ.
     """
     args = [request] if index is None else [request, index]
     first, *others = control.call("collective_rpc", method="moeref_labels", args=args)
@@ -86,24 +87,24 @@ def labels(control: Control, request: str, index: int | None = None) -> Labels:
 
 
 def request_id(response: Mapping[str, Any], prompt: int = 0) -> str:
-    """The id in the engine of a response of `/v1/completions`, for one of its prompts."""
+    """The engine's id of a request, from a response of `/v1/completions`; `prompt` counts its prompts from 0."""
     return f"{response['id']}-{prompt}"
 
 
 def from_outputs(control: Control, output: Any, model: Model, n: int = 1, *, routes: bool = True) -> list[Sample]:
     """The samples of a vLLM `RequestOutput` whose request has ended; `control` is of the engine that made it.
 
-    n: how many it asked for. One that was aborted before its first token has no routes.
+    n: how many samples it asked for. A sample that was aborted before its first token has no routes.
     """
-    found = []
+    samples = []
     for one in output.outputs:
         if one.token_ids:
             made = labels(control, output.request_id, one.index if n > 1 else None)
-            found.append(from_output(output.prompt_token_ids, one, model, made, routes=routes))
+            samples.append(from_output(output.prompt_token_ids, one, model, made, routes=routes))
         else:
             made_T = provenance.given(output.prompt_token_ids)
-            found.append(Sample(made_T, len(made_T), np.empty(0), None, str(one.finish_reason)))
-    return found
+            samples.append(Sample(made_T, len(made_T), np.empty(0), None, str(one.finish_reason)))
+    return samples
 
 
 def from_output(prompt: Sequence[int], output: Any, model: Model, made: Labels, *, routes: bool = True) -> Sample:
@@ -125,7 +126,7 @@ def from_response(
 ) -> Sample:
     """The sample of a choice of `/v1/completions` with `return_token_ids` and `logprobs` set.
 
-    made: its labels, as `labels` gives them. Raises EngineError for a choice without token ids; more as `from_output`.
+    made: its labels, as `labels` gives them. Raises EngineError if the choice has no token ids; more as `from_output`.
     """
     if choice.get("token_ids") is None:
         raise EngineError("the response has no token_ids; ask with return_token_ids=true: text does not map back")
@@ -154,7 +155,7 @@ def _sample(answer: _Answer, made: Labels, model: Model, wanted: bool) -> Sample
 
 
 def _provenance(answer: _Answer, made: Labels) -> Provenance:
-    """The tokens that came, with their labels. An engine that runs ahead has labels of tokens that it threw away."""
+    """The tokens that came, with their labels. There are more labels if the engine ran ahead and dropped tokens."""
     tokens = [*answer.prompt, *answer.ids]
     given = made["tokens_T"][: len(answer.prompt)]
     if given != list(answer.prompt) or len(made["tokens_T"]) < len(tokens):

@@ -1,6 +1,6 @@
-"""The bytes of a weight update, from the trainer's writer to every worker of an engine. It needs torch only.
+"""Sends the bytes of a weight update from the trainer's writer to every worker of an engine. It needs torch only.
 
-The group is apart from the default one of either side: rank 0 is the trainer's writer and keeps the store, the workers
+The process group is not the default one of either side: rank 0 is the trainer's writer and keeps the store, the workers
 follow in their order. gloo carries tensors of a CPU, NCCL those of GPUs, one GPU a member.
 """
 
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 class Wire:
-    """One member of the group. Blocks until all have come; raises RuntimeError after `seconds` of waiting."""
+    """One member of the group. Waits until all members have joined; raises RuntimeError after `seconds` of that."""
 
     def __init__(self, place: Place, rank: int) -> None:
         place.check()
@@ -59,7 +59,7 @@ class Wire:
         self._group.barrier().wait()
 
     def send(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """From rank 0, while all others receive."""
+        """Send tensors from rank 0, while all others receive."""
         entries = side_by_side((name, tensor.shape, tensor.dtype) for name, tensor in tensors)
         memory = _memory(entries, self.device)
         for entry, (_, tensor) in zip(entries, tensors, strict=True):
@@ -80,7 +80,7 @@ class Wire:
 
 
 def describe(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Described]:
-    """What `receive` needs to know, in words that JSON has."""
+    """Name, dtype and shape of each tensor, which `receive` needs, as JSON can hold them."""
     return [(name, dtype_name(tensor.dtype), list(tensor.shape)) for name, tensor in tensors]
 
 

@@ -36,7 +36,7 @@ BACKEND = "moeref"
 
 @dataclass
 class Meeting(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the wire's group meets; the worker of index 0 is its rank `first`. `version`: of the weights there are."""
+    """Where the wire's group meets; the worker of index 0 is its rank `first`. `version`: of its weights now."""
 
     place: tuple[Any, ...]
     first: int = 1
@@ -131,11 +131,11 @@ def tied_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def incomplete(model: torch.nn.Module, heads: Sequence[torch.nn.Module] = ()) -> list[str]:
-    """The layers that wait for weights of the update, but for tied `heads`.
+    """The names of layers that lack weights of the update; tied `heads` need none.
 
     vLLM would keep their old weights, or take uninitialised memory.
     """
-    found = []
+    names = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         own = next(layer.parameters(recurse=False), None)  # without any: the cache of a rotary embedding and the like
@@ -143,12 +143,12 @@ def incomplete(model: torch.nn.Module, heads: Sequence[torch.nn.Module] = ()) ->
             continue
         padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0  # its padding is in no checkpoint
         if info.load_numel < info.load_numel_total and not padded:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _platform() -> type:
-    """The worker that vLLM takes on this platform."""
+    """The class of vLLM's worker on this platform."""
     if current_platform.is_cpu():
         from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -164,7 +164,7 @@ class Worker(_platform()):  # type: ignore[misc]
     weight_transfer_engine: Transfer
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Follow the blocks of full attention, where there is one."""
+        """Make the ledger. It follows the KV cache's blocks of full attention, if the model has that."""
         groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         full = next((number for number, spec in enumerate(groups) if is_full_attention_spec(spec)), 0)
         raw = self.model_config.logprobs_mode.startswith("raw")
@@ -173,7 +173,7 @@ class Worker(_platform()):  # type: ignore[misc]
         super().initialize_from_config(kv_cache_config)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """A forward, with the version that is in the model now."""
+        """Run a forward, recorded with the version that is in the model now."""
         self.ledger.step(scheduler_output, self.weight_transfer_engine.intake.version)
         return super().execute_model(scheduler_output)
 
@@ -189,7 +189,7 @@ class Worker(_platform()):  # type: ignore[misc]
         self._weight_update_active = False  # an update that broke off begins again; vLLM would refuse it
 
     def moeref_state(self) -> dict[str, Any]:
-        """The version in the model and the receipt of its update; the version that is begun, and what came of it."""
+        """The version in the model and the receipt of its update; the version of a begun update and what came of it."""
         transfer = self.weight_transfer_engine
         intake, receipt = transfer.intake, transfer.intake.receipt
         return {

@@ -148,6 +148,8 @@ class WeightSync:
             self._move(State.SERVING)
             raise
         except Exception as error:
+            if old < 0:  # awake it might generate
+                raise self._die(f"pause failed: {error!r}, and sleep has dropped the weights") from error
             self._wake_weights()
             self._go_back(old)
             raise UpdateFailed(f"pause failed: {error!r}; the engine serves version {old}") from error

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -113,6 +114,15 @@ def test_after_deep_sleep_only_a_full_update_follows() -> None:
     assert engine.order == []
     sync.update(weights(1).items(), 1)
     serves(engine, weights(1))
+
+
+def test_an_engine_that_has_dropped_its_weights_stays_asleep_where_its_pause_fails() -> None:
+    engine, sync = pair(SleepingEngine, colocated=True)
+    engine.sleep(level=2)
+    engine.pause = partial(divmod, 1, 0)  # type: ignore[method-assign]
+    with pytest.raises(EngineDead, match=r"pause failed: ZeroDivisionError.*, and sleep has dropped the weights"):
+        sync.update(weights(1).items(), 1)
+    assert (engine.asleep, engine.order) == (2, [])
 
 
 def test_an_engine_that_cannot_wake_is_no_colocated_one() -> None:

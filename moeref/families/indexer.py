@@ -12,7 +12,8 @@ from typing import Any
 
 from moeref.families import constructors
 from moeref.families.mapping import ParamMapping
-from moeref.families.model import FamilyError, Indexer, UnmappedModelError
+from moeref.families.mla import listed_layers, read_mla
+from moeref.families.model import FamilyError, Indexer, Model, UnmappedModelError
 from moeref.families.reading import require
 
 _of_indexer = partial(constructors.replicated, where="indexer")
@@ -39,7 +40,13 @@ def with_indexers(latent: Sequence[ParamMapping]) -> tuple[ParamMapping, ...]:
     return (*apart[:after], *MAPPINGS_OF_INDEXER, *apart[after:])
 
 
-def read_indexer(hf: Mapping[str, Any], name: str) -> Indexer:
+def read_sparse(hf: Mapping[str, Any], name: str, dtype: str) -> Model:
+    """A config with DeepSeek-V3.2's keys as a `Model`; it has three dense layers if it does not say how many."""
+    moe_layers = listed_layers(hf, name, require(hf, name, "first_k_dense_replace", default=3))
+    return replace(read_mla(hf, name, dtype, moe_layers), indexer=_read_indexer(hf, name))
+
+
+def _read_indexer(hf: Mapping[str, Any], name: str) -> Indexer:
     """The indexers of a config.
 
     Without `indexer_rope_interleave` rope turns halves, as in vLLM. transformers 5.12 never reads it

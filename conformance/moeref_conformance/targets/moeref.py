@@ -658,7 +658,9 @@ class _Session:
 #: Whether megatron-core is 0.19 or newer.
 _IS_OF_019 = tuple(int(part) for part in record.installed_core().split(".")[:2]) >= (0, 19)
 #: Families with sparse attention, whose indexers have settings of their own since 0.19.
-_SPARSE = frozenset({"glm_moe_dsa", "deepseek_v32"})
+_SPARSE = frozenset(
+    name for name, family in families.FAMILIES.items() if any(one.where == "indexer" for one in family.mappings)
+)
 
 
 def _limits() -> dict[str, int]:

@@ -366,6 +366,14 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHON, default=False)
+def faults(session: nox.Session) -> None:
+    """Ask every fault for all facets, where `tests` asks for those of its rules: what else turns red shows."""
+    install(session, "-e", ".[kit]", groups=("test",))
+    tests = ("tests/kit/test_faults.py", "-k", "test_fault_turns")
+    session.run("pytest", "-m", "cpu", *tests, *session.posargs, env=ENV | {"ALL_FACETS": "1"})
+
+
+@nox.session(python=PYTHON, default=False)
 def commands(session: nox.Session) -> None:
     """Run the commands of the README and the docs that judge many cells, as they stand there."""
     install(session, "-e", ".[kit]", groups=("test",))

@@ -20,6 +20,8 @@ from moeref_conformance.worlds.forked import ForkedWorld
 from moeref_conformance.worlds.inputs import given
 from moeref_conformance.worlds.static import StaticWorld
 
+from tests.kit.shared_world import narrowed
+
 RULES = load_rules()
 #: What routers choose themselves: in bf16 nothing is compared with it.
 NATIVE = {"FWD-001", "FWD-002", "RPL-002", "RPL-003", "RPL-009"}
@@ -117,4 +119,5 @@ class Bench:
         )
 
     def _claims(self, cell: Cell) -> Claims:
-        return self._target.claims_in(cell) if isinstance(self._target, ByTag) else self._target.claims
+        claims = self._target.claims_in(cell) if isinstance(self._target, ByTag) else self._target.claims
+        return narrowed(claims, cell.tags)

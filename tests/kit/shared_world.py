@@ -6,8 +6,10 @@ Tests that look at the world itself, or change what it imports, start their own.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +37,24 @@ class Anybody(MoerefTarget):
 target = Anybody()
 
 
+#: Begins a tag that says which facets alone a target is asked for, as in `facets:names+load`.
+ONLY = "facets:"
+
+
+def narrowed(claims: Claims, tags: Iterable[str]) -> Claims:
+    """The claims with the facets of the tags alone; all where no tag says which."""
+    for tag in tags:
+        if tag.startswith(ONLY):
+            return replace(claims, facets=claims.facets & set(tag.removeprefix(ONLY).split("+")))
+    return claims
+
+
 def run(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
     """The rank entry: that of the tags, with their target and the rest of the tags."""
     spec, entry, *tags = cell.tags
-    pkgutil.resolve_name(entry)(resolve(spec), replace(cell, tags=tuple(tags)), world, inputs, folder)
+    one = copy.copy(resolve(spec))
+    one.claims = narrowed(one.claims, tags)
+    pkgutil.resolve_name(entry)(one, replace(cell, tags=tuple(tags)), world, inputs, folder)
 
 
 class Shared(ForkedWorld):

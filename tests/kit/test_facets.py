@@ -163,4 +163,4 @@ def test_a_method_that_takes_no_routes_is_told_so() -> None:
 def test_a_policy_s_steps_are_taken_under_routes_in_cells_that_have_them() -> None:
     cell = replace(CELL, loss_mask=True)
     policy = [step.name for facet, step in rank_steps(EVERYTHING, cell) if facet.name == "policy"]
-    assert policy == ["policy_on_no_token", "policy", "replayed_policy", "recomputed_policy"]
+    assert policy == ["policy_on_no_token", "policy", "plain_policy", "replayed_policy", "recomputed_policy"]

@@ -95,7 +95,8 @@ class Model:
         }
 
     def judged(self, rule: str, **steps: tuple[Any, Tensors]) -> Outcome:
-        none = {"policy_on_no_token": ({"largest": {}}, dict[str, torch.Tensor]())}
+        nothing = dict[str, torch.Tensor]()
+        none = {"policy_on_no_token": ({"largest": {}}, nothing), "plain_policy": (None, nothing)}
         return JUDGES[rule](case_of(self.want, self.cell, {**none, **steps}))
 
 

@@ -17,7 +17,7 @@ from moeref_conformance.contract.backends import GPU_BACKENDS
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
 from moeref_conformance.contract.requests.gradients import FIRST
-from moeref_conformance.contract.requests.policy import REPLAYED
+from moeref_conformance.contract.requests.policy import REPLAYED, UNROUTED
 from moeref_conformance.diagnosis.compare import compare, dtype_name
 from moeref_conformance.diagnosis.matching import Candidates
 from moeref_conformance.judges import Case, Untested, grouped
@@ -43,7 +43,7 @@ ANSWERS_APART = 1e-5
 #: Measured on one rank, TP2, EP2 and PP2, over two kinds of CPU: logits 0.8 to 1.2 times, gradients up to 1.4.
 ROUNDINGS = 2.0
 #: Steps that take one training step; other phases with gradients are of the step `replay`.
-TRAINING_STEPS = ("gradients", "policy", *REPLAYED)
+TRAINING_STEPS = ("gradients", *UNROUTED, *REPLAYED)
 
 
 def observed(case: Case) -> Observation:

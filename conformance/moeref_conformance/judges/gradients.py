@@ -5,7 +5,7 @@ RPL-008 judges steps under given or recorded routes, which transformers takes to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from moeref_conformance.contract.findings import Finding, Outcome, kind_of
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.contract.requests.gradients import FIRST
 from moeref_conformance.contract.requests.logprobs import ROUTES
-from moeref_conformance.contract.requests.policy import REPLAYED, loss
+from moeref_conformance.contract.requests.policy import REPLAYED, UNROUTED, loss, unrouted
 from moeref_conformance.judges import Case, gradient_causes, judges, loss_terms
 from moeref_conformance.judges.common import (
     NATIVE,
@@ -110,9 +110,7 @@ def gradients_of_a_policy_are_transformers(case: Case) -> Outcome:
     """
     if no := _no_policy(case) or unmeasured(case):
         return no
-    compared = _compared(case, "policy", {"policy": _of_policy(case, "policy", "")}, _against)
-    findings = [*compared.findings, *changed_answers(case, "policy"), *_on_no_token(case, "policy_on_no_token")]
-    return outcome(findings, met=compared.met)
+    return _policys(case, unrouted(case.cell), "", missing_records(case, UNROUTED[1]))
 
 
 @judges("GRD-005")
@@ -123,10 +121,15 @@ def gradients_of_a_policy_under_routes_are_transformers(case: Case) -> Outcome:
     """
     if no := _no_policy(case) or unmeasured(case):
         return no
-    compared = {step: _compared(case, step, {step: _of_policy(case, step, ROUTES)}, _against) for step in REPLAYED}
-    findings = [one for of_step in compared.values() for one in of_step.findings]
-    findings += [one for step in REPLAYED for one in changed_answers(case, step)]
-    met = "; ".join(f"{step}: {of_step.met}" for step, of_step in compared.items())
+    return _policys(case, REPLAYED, ROUTES)
+
+
+def _policys(case: Case, steps: Sequence[str], routes: str, missing: Sequence[Finding] = ()) -> Outcome:
+    """Gradients of these steps under these routes or the routers' own, answers after them, and a step on no token."""
+    compared = {step: _compared(case, step, {step: _of_policy(case, step, routes)}, _against) for step in steps}
+    findings = [*missing, *(one for of_step in compared.values() for one in of_step.findings)]
+    findings += [one for step in steps for one in changed_answers(case, step)]
+    met = "; ".join(f"{step}: {of_step.met}" if len(steps) > 1 else of_step.met for step, of_step in compared.items())
     return outcome([*findings, *_on_no_token(case, "policy_on_no_token")], met=met)
 
 
@@ -142,7 +145,7 @@ def _no_policy(case: Case) -> Outcome | None:
 @once
 def _of_policy(case: Case, step: str, routes: str) -> Mapping[str, torch.Tensor]:
     """The gradients of a step's loss and the cell's router loss, under a set of routes or the routers' own."""
-    asked = loss(step, case.cell)
+    asked = loss(step)
     if case.cell.mtp:
         return with_mtp(case, routes or "native", policy=asked).gradients
     balancing = balanced(case, case.cell.router_loss)
@@ -375,8 +378,8 @@ def _cause(case: Case, record: RankRecord, key: str, phase: str, want: torch.Ten
 @once
 def _without_router_loss(case: Case, phase: str) -> Placement:
     """The gradients of the same step without the loss of the routers."""
-    of_policy = partial(policy.gradients, asked=loss(phase, case.cell))
-    plain = of_policy(expected(case)) if phase == "policy" else oracle(case, "native").gradients
+    of_policy = partial(policy.gradients, asked=loss(phase))
+    plain = of_policy(expected(case)) if phase in UNROUTED else oracle(case, "native").gradients
     return Placement(case.cell, expected(case).config, plain)
 
 
@@ -400,7 +403,7 @@ def _of_groups(case: Case, rank: int, key: str, phase: str, rows: int) -> Iterat
 def _loss_of(case: Case, phase: str) -> dict[str, Any]:
     """The policy's loss that a phase is of, if it is of one, and the set of routes that it is under."""
     under = dict.fromkeys(REPLAYED, ROUTES) | {step: step[-1] for step in ("step-a", "recompute-b")}
-    asked = loss(phase, case.cell) if phase in ("policy", *REPLAYED) else None
+    asked = loss(phase) if phase in (*UNROUTED, *REPLAYED) else None
     return {"policy": asked, "routes": under.get(phase, "")}
 
 

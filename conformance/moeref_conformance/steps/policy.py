@@ -12,7 +12,7 @@ from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Claims, Policy
 from moeref_conformance.contract.requests import policy as requests
 from moeref_conformance.contract.requests.logprobs import OTHER_ROUTES, ROUTES, TEMPERATURE
-from moeref_conformance.contract.requests.policy import ENTROPY, REPLAYED, Loss, advantages
+from moeref_conformance.contract.requests.policy import ENTROPY, REPLAYED, UNROUTED, Loss, advantages
 from moeref_conformance.steps import gradients, replay
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.forward import heads, last_layer, scaled
@@ -36,13 +36,22 @@ def claimed(claims: Claims, cell: Cell) -> bool:
 def step(facet: Policy, context: Context) -> dict[str, Any] | None:
     """Save the gradients by `chunk:local`, and say how far answers are off those before the first step of this loss.
 
-    Of several stages layers are recomputed. Nothing in cells with replay R3.
+    Nothing in cells with replay R3.
 
     Raises TypeError for anything but fp32 tensors by (chunk, local name).
     """
-    if context.cell.replay == "R3":
+    return _unrouted(facet, context, UNROUTED[0])
+
+
+def plain(facet: Policy, context: Context) -> dict[str, Any] | None:
+    """As `step`, where the backward pass recomputes what the forward computed; of several stages alone."""
+    return _unrouted(facet, context, UNROUTED[1])
+
+
+def _unrouted(facet: Policy, context: Context, name: str) -> dict[str, Any] | None:
+    if context.cell.replay == "R3" or name not in requests.unrouted(context.cell):
         return None
-    _saved(facet, context, "policy")
+    _saved(facet, context, name)
     return _off(context)
 
 
@@ -94,9 +103,9 @@ def _saved(facet: Policy, context: Context, name: str) -> None:
     tokens_BS, mask_BS, advantages_BS = (
         gradients.batch(gradients.of_replica(of_BS, cell, context.rank), cell) for of_BS in of_all
     )
-    recompute = recomputing(cell) if requests.recomputed(name, cell) else nullcontext
+    recompute = recomputing(cell) if requests.recomputed(name) else nullcontext
     with recompute(context.facet("export").chunks()):
-        found = _asked(facet, context, tokens_BS, mask_BS, advantages_BS, requests.loss(name, cell))
+        found = _asked(facet, context, tokens_BS, mask_BS, advantages_BS, requests.loss(name))
     context.save(name, gradients.by_name(found))
 
 
@@ -130,7 +139,8 @@ FACET = Facet(
     claimed=claimed,
     steps=(
         Step(name="policy_on_no_token", ask=on_no_token, stage=Stage.LOADED),
-        Step(name="policy", ask=step, stage=Stage.LOADED),
+        Step(name=UNROUTED[0], ask=step, stage=Stage.LOADED),
+        Step(name=UNROUTED[1], ask=plain, stage=Stage.LOADED),
         Step(name=REPLAYED[0], ask=replayed, stage=Stage.LOADED),
         Step(name=REPLAYED[1], ask=recomputed, stage=Stage.LOADED),
     ),

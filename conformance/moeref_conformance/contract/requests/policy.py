@@ -11,7 +11,9 @@ from moeref_conformance.contract.requests.logprobs import OTHER_TEMPERATURE
 
 #: How much an entropy counts beside an advantage of 1.
 ENTROPY = 0.5
-#: The steps under given routes: one that keeps activations, and one that recomputes them.
+#: The steps under the routers' own choice: one that keeps activations, and of several stages one that recomputes them.
+UNROUTED = ("policy", "plain_policy")
+#: The same under given routes, on any layout.
 REPLAYED = ("replayed_policy", "recomputed_policy")
 
 
@@ -26,14 +28,19 @@ class Loss(NamedTuple):
 WHOLE, PLAIN = Loss(OTHER_TEMPERATURE, ENTROPY), Loss(1.0, 0.0)
 
 
-def recomputed(step: str, cell: Cell) -> bool:
-    """Whether the backward pass recomputes what the forward computed; in a step without routes, of several stages."""
-    return step == REPLAYED[1] or (step not in REPLAYED and cell.layout.pp > 1)
+def unrouted(cell: Cell) -> tuple[str, ...]:
+    """The steps that a cell asks for without routes."""
+    return UNROUTED if cell.layout.pp > 1 else UNROUTED[:1]
 
 
-def loss(step: str, cell: Cell) -> Loss:
+def recomputed(step: str) -> bool:
+    """Whether the backward pass recomputes what the forward computed."""
+    return step in (UNROUTED[1], REPLAYED[1])
+
+
+def loss(step: str) -> Loss:
     """The loss of a step, plain where layers are recomputed."""
-    return PLAIN if recomputed(step, cell) else WHOLE
+    return PLAIN if recomputed(step) else WHOLE
 
 
 def advantages(tokens_BS: torch.Tensor) -> torch.Tensor:

@@ -737,7 +737,7 @@ FAULTS = (
         id="experts-sent-before-they-step",
         bug="NeMo-RL#4086 in kind: new weights of experts are gathered by the next forward, and sent before it",
         rules=("EXP-006",),
-        cell=cell("qwen3_moe", "pp2-ep2", optimizer_step=True),
+        cell=cell("glm4_moe", "pp2-ep2", optimizer_step=True),
         wrap=_sent_before_it_steps(".experts."),
         diagnosis="stale: what it held before the step",
         says="after a step of the optimizer it is not what is sent",

@@ -193,6 +193,19 @@ def _recomputed_without_the_first(session: Session, cell: Cell, world: World) ->
     return facet(session, "policy", policy_gradients=policy_gradients)
 
 
+def _by_rows_between(session: Session, cell: Cell, world: World) -> Any:
+    """Stages that have no mask divide by the number of rows where they scale gradients."""
+    good: Any = session.policy
+    stage, last = coords(cell.layout, world.rank)["pp"], cell.layout.pp - 1
+
+    def policy_gradients(tokens_BS: torch.Tensor, mask_BS: torch.Tensor, *more: Any) -> Gradients:
+        found: Gradients = good.policy_gradients(tokens_BS, mask_BS, *more)
+        share = 1.0 if stage in (0, last) else float(mask_BS.sum()) / len(mask_BS)
+        return {key: share * gradient for key, gradient in found.items()}
+
+    return facet(session, "policy", policy_gradients=policy_gradients)
+
+
 def _none_by_zero(session: Session, cell: Cell, world: World) -> Any:
     """A step of no token divides by their number."""
     good: Any = session.policy
@@ -309,9 +322,8 @@ FAULTS = (
         id="policy-at-temperature-1",
         bug="NeMo-RL#935 in kind: the loss is of logits that the temperature does not divide",
         rules=("GRD-004",),
-        cell=cell("qwen3_moe", "one", loss_mask=True),
+        cell=cell("qwen3_moe", "pp2", loss_mask=True),
         wrap=_asked(lambda asked: replace(asked, temperature=1.0)),
-        one_rank=True,
         says="policy: the gradient of",
     ),
     Fault(
@@ -358,6 +370,15 @@ FAULTS = (
         wrap=_entropy_at_temperature_1,
         one_rank=True,
         says="policy: the gradient of",
+    ),
+    Fault(
+        id="middle-stages-divide-by-rows",
+        bug="reported nowhere: first and last stages read a batch and its mask, and those between divide by its rows",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "pp4", layers=4, loss_mask=True),
+        wrap=_by_rows_between,
+        says="policy: the gradient of",
+        diagnosis="times the right one",
     ),
     Fault(
         id="policy-in-bf16-without-entropies",

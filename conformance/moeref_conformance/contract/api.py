@@ -300,8 +300,8 @@ class Optimizer(Protocol):
 
 @runtime_checkable
 class Adapters(Protocol):
-    """Facet `adapters`: LoRA, by the names and the formula of Hugging Face's PEFT. Asked where `Policy` is, in cells
-    without `router_loss` and multi-token prediction layers.
+    """Facet `adapters`: LoRA, by the names and the formula of Hugging Face's PEFT. Asked where `Policy` is, and in
+    bf16, in cells without `router_loss` and multi-token prediction layers.
 
     A linear with a weight W [out, in] has `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank], and computes with
     W + alpha / rank · lora_B · lora_A. There is no dropout. All calls are made by all ranks in the same order.
@@ -328,7 +328,9 @@ class Adapters(Protocol):
         """
 
     def merged(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
-        """As `Export.stream`, each weight with its adapter in it. The model then computes and trains as before."""
+        """As `Export.stream`, each weight with its adapter in it, in the checkpoint's dtype. The model then computes
+        and trains as before.
+        """
 
     def base(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
         """As `Export.stream`, the weights that were loaded, for an engine that is sent adapters beside them. Asked of

@@ -49,9 +49,17 @@ def merged(tensors: Tensors, adapters: Tensors, weights: Sequence[str]) -> dict[
 
 
 def rounding(tensors: Tensors, adapters: Tensors, name: str) -> torch.Tensor:
-    """How far a merged weight may be off by sums in fp32, in any order and with the scale on any factor."""
-    a_RI, b_OR = (adapters[peft(name, factor)].double().abs() for factor in FACTORS)
-    return 2.0**-22 * (tensors[name].double().abs() + (RANK + 2) * SCALE * b_OR @ a_RI)
+    """How far a merged weight may be off by sums in its dtype, in any order and with the scale on any factor.
+
+    One in bf16 may be a sum in fp32 that is rounded once, or one in bf16 of a product of factors in bf16: then both
+    factors, the scaled one, the product and the sum are rounded, each by half a unit in the last place.
+    """
+    a_RI, b_OR = (adapters[peft(name, factor)].double() for factor in FACTORS)
+    product_OI = SCALE * b_OR.abs() @ a_RI.abs()
+    if tensors[name].dtype == torch.bfloat16:
+        sum_OI = (tensors[name].double() + SCALE * b_OR @ a_RI).abs()
+        return 1.02 * 2.0**-8 * (sum_OI + (RANK + 2) * product_OI)
+    return 2.0**-22 * (tensors[name].double().abs() + (RANK + 2) * product_OI)
 
 
 def gradients(of_weights: Tensors, adapters: Tensors, weights: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -1069,6 +1069,12 @@ _DESIGNS = (
         claims={"adapter_base": False, "adapter_saves": False},
     ),
     Benign(
+        id="adapters-merged-in-bf16",
+        why="PEFT multiplies factors in the dtype of a base in bf16, and adds the product in it",
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", loss_mask=True),
+        wrap=adapters.merged_in_bf16,
+    ),
+    Benign(
         id="base-lent-beside-adapters",
         why="the base's weights are whole on each rank, and an engine that copies them may read the model's own",
         cell=cell("qwen3_moe", "one", loss_mask=True),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,8 +141,8 @@ def _digests(adapters: Adapters) -> list[list[Any]]:
 
 
 def asked(cell: Cell) -> bool:
-    """Whether a cell asks: as a policy's loss is asked for, where its steps have no other loss besides."""
-    return policy.asked(cell) and not cell.router_loss and not cell.mtp
+    """Whether a cell asks: as a policy's loss is asked for, and in bf16, where its steps have no other loss besides."""
+    return policy.asked(replace(cell, dtype="float32")) and not cell.router_loss and not cell.mtp
 
 
 FACET = Facet(

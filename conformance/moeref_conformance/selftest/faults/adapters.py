@@ -40,6 +40,19 @@ def _lora_bs(session: Any, part: str = "") -> list[torch.nn.Parameter]:
     return [of for name, of in trained(session).items() if part in name and of.shape[-1] == RANK]
 
 
+def _untrained_in_fp32(session: Session, cell: Cell, world: World) -> Any:
+    """Steps move what is in the base's dtype."""
+    good: Any = session.adapters
+
+    def step(*asked: Any) -> None:
+        kept = {of: of.detach().clone() for of in trained(session).values() if of.dtype == torch.float32}
+        good.step(*asked)
+        for of, before in kept.items():
+            of.data.copy_(before)
+
+    return facet(session, "adapters", step=step)
+
+
 def attached(change: Callable[[Any, Cell, World], None]) -> Change:
     """A fault's `wrap` that changes adapters once they are attached."""
     return _behind("attach", change)
@@ -119,6 +132,40 @@ def _merged(change: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]) -
             yield meta, None if tensor is None else change(meta.name, tensor, base[meta.name])
 
     return _merged_by(rewrite)
+
+
+def _promoted(session: Session, cell: Cell, world: World) -> Any:
+    """Merged weights are in the dtype of adapters."""
+    good: Any = session.adapters
+
+    def merged() -> Weights:
+        for meta, tensor in good.merged():
+            yield replace(meta, dtype="float32"), None if tensor is None else tensor.float()
+
+    return facet(session, "adapters", merged=merged)
+
+
+def merged_in_bf16(session: Session, cell: Cell, world: World) -> Any:
+    """Factors are sent, multiplied and added to the base as bf16 has them."""
+    good: Any = session.adapters
+    base: Tensors = {}
+
+    def attach(folder: Path, *asked: Any) -> None:
+        base.update(checkpoint(folder))
+        good.attach(folder, *asked)
+
+    def stream() -> Sent:
+        return ((name, None if of is None else of.bfloat16().float()) for name, of in good.stream())
+
+    def merged() -> Weights:
+        factors = {name: of.bfloat16() for name, of in good.stream() if of is not None}
+        for meta, tensor in good.merged():
+            name_a, name_b = (f"base_model.model.{meta.name[:-6]}{of}.weight" for of in ("lora_A", "lora_B"))
+            if tensor is not None and name_a in factors:
+                tensor = base[meta.name] + SCALE * (factors[name_b] @ factors[name_a])
+            yield meta, tensor
+
+    return facet(session, "adapters", attach=attach, stream=stream, merged=merged)
 
 
 def stepped(change: Callable[[Any, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]) -> Change:
@@ -1037,6 +1084,24 @@ FAULTS = (
         wrap=stepped(_norms_inside_too),
         one_rank=True,
         says="layer_norm_weight of the base has changed",
+    ),
+    Fault(
+        id="merged-in-fp32-of-bf16",
+        bug="reported nowhere: what is added is in fp32, and so is its sum with a weight in bf16, which is sent",
+        rules=("LRA-005",),
+        cell=cell("qwen3_moe", "one", dtype="bfloat16", loss_mask=True),
+        wrap=_promoted,
+        one_rank=True,
+        says="is float32 [",
+    ),
+    Fault(
+        id="adapters-in-fp32-beside-a-base-in-bf16-not-trained",
+        bug="reported nowhere: an optimizer that keeps master weights of parameters in bf16 leaves out those in fp32",
+        rules=("LRA-002",),
+        cell=cell("qwen3_moe", "one", dtype="bfloat16", loss_mask=True),
+        wrap=_untrained_in_fp32,
+        one_rank=True,
+        diagnosis="not moved",
     ),
     Fault(
         id="merged-is-the-base",

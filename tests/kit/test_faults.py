@@ -325,6 +325,20 @@ def test_gradients_are_judged_where_biases_are_updated(bench: Bench, kind: type[
     assert any(says in finding.message for finding in found)
 
 
+class _Silent(_Other):
+    """A record of a rank that had no logits in a forward between replays."""
+
+    def instead(self, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: of for name, of in held.items() if name != "native-between.logits"}
+
+
+def test_a_rank_of_the_last_stage_has_logits_between_replays(bench: Bench) -> None:
+    case = bench.case(cell("qwen3_moe", "tp2", replay="R3"))
+    assert case.observation is not None
+    found = JUDGES["RPL-002"](spoiled(case, 1, _Silent(case.observation.ranks[1], "replay"))).findings
+    assert [(f.rank, f.message) for f in found] == [(1, "no logits of native-between on a rank of the last stage")]
+
+
 @pytest.mark.parametrize("rule", sorted(MET.keys() - {*VALUES}))
 def test_tensors_that_are_not_on_record_are_findings(bench: Bench, rule: str) -> None:
     case = bench.case(MET[rule])

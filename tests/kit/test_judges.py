@@ -523,6 +523,18 @@ def test_without_an_export_of_one_rank_nothing_is_compared(run: Run) -> None:
         assert JUDGES[rule](replace(case, baseline=without)).untested == "the one-rank run exported nothing"
 
 
+def test_a_tensor_of_another_shape_is_one_finding_and_hides_no_other_tensor(run: Run) -> None:
+    padded = torch.zeros(1, 40)
+    tensor("export", lambda t: t.update({"lm_head.weight": torch.cat([t["lm_head.weight"], padded])}))(run)
+    rows = run.case.expected.tensors["lm_head.weight"].shape[0] + 1  # type: ignore[union-attr]
+    announced = lambda v: next(m for m in v if m["name"] == "lm_head.weight").update(shape=[rows, 40])  # noqa: E731
+    stream(0, "export", announced)(run)
+    assert [f.hf_name for f in judge(run, "EXP-003")] == ["lm_head.weight"]
+    assert JUDGES["EXP-002"](run.case).untested == "lm_head.weight: EXP-003"
+    tensor("export", lambda t: t[DOWN].zero_())(run)
+    assert [f.hf_name for f in judge(run, "EXP-002")] == [DOWN]
+
+
 def test_where_all_ranks_receive_each_receives_everything(run: Run) -> None:
     assert not judge(run, "EXP-009")
     run.case.claims = replace(CLAIMS, receivers="all")

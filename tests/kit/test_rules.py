@@ -32,7 +32,7 @@ def test_every_rule_has_a_judge_and_every_judge_a_rule():
 
 
 def test_selecting_a_rule_selects_what_it_requires():
-    assert select(["EXP-002"]) == {"EXP-002", "EXP-003", "RUN-001"}
+    assert select(["EXP-012"]) == {"EXP-012", "EXP-006", "RUN-001"}
     assert select([]) == set(load_rules())
 
 

@@ -32,10 +32,10 @@ def test_unclaimed_cells_and_facets_say_why(tmp_path):
 
 
 def test_rows_that_require_a_failed_rule_are_untested(tmp_path):
-    results = run(tmp_path, EXP_003=failing())
-    assert statuses(results)["EXP-003"] == "fail"
-    verdict = results.table[TP2]["EXP-002"]
-    assert (verdict.status, verdict.reason) == ("untested", "requires EXP-003, which did not pass (fail)")
+    results = run(tmp_path, EXP_006=failing())
+    assert statuses(results)["EXP-006"] == "fail"
+    verdict = results.table[TP2]["EXP-012"]
+    assert (verdict.status, verdict.reason) == ("untested", "requires EXP-006, which did not pass (fail)")
     assert statuses(results)["EXP-001"] == "pass"
     assert results.exit_code == 1
 
@@ -67,9 +67,9 @@ def test_world_that_breaks_is_an_error_of_the_kit(tmp_path):
 
 
 def test_selection_disables_and_keeps_prerequisites(tmp_path):
-    results = run(tmp_path, settings={"rules": ("EXP-002",), "cells": ("*/tp2/*",)})
+    results = run(tmp_path, settings={"rules": ("EXP-012",), "cells": ("*/tp2/*",)})
     judged = {rule for rule, status in statuses(results).items() if status == "pass"}
-    assert judged == {"RUN-001", "EXP-003", "EXP-002"}
+    assert judged == {"RUN-001", "EXP-006", "EXP-012"}
     assert statuses(results)["EXP-001"] == "disabled"
     assert list(results.table) == [TP2, "glm4_moe/tp2/gloo"]
 

@@ -214,11 +214,15 @@ def other_forwards_are_native(case: Case) -> Outcome | list[Finding]:
 
 
 def _of_first(case: Case, phase: str, want_BSV: torch.Tensor) -> Iterator[Finding]:
-    """Findings where logits of the first microbatch are off transformers' in a forward that is not replayed."""
+    """Findings where logits of the first microbatch are off transformers' in a forward that is not replayed.
+
+    Or are not there on a rank of the last stage.
+    """
     if unmeasured(case):
         return
-    rows = case.cell.rows
-    for rank, got in _logits(case, phase).items():
+    rows, have = case.cell.rows, _logits(case, phase)
+    yield from without_logits(case, "replay", have, f"logits of {phase}")
+    for rank, got in have.items():
         yield from _of_rank(case, rank, phase, want_BSV[:rows], got, tokens_of(case)[:rows])
 
 

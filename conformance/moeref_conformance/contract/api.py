@@ -278,8 +278,9 @@ class Optimizer(Protocol):
         """
 
     def reference(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
-        """As `Forward.logits`, of the checkpoint that was loaded last: of a reference policy. Called after a step, and
-        only if the target claims `optimizer_reference`.
+        """As `Forward.logits`, of the checkpoint that was loaded last: of a reference policy. Called after a step, once
+        more after a later load and step, and if the target claims `optimizer_saves` also after a restore; only if it
+        claims `optimizer_reference`.
 
         The model then computes, is sent and trains as before. The kit may have changed its buffers, as a step does that
         updates the experts' bias; they stay so, and those of the reference are the checkpoint's.

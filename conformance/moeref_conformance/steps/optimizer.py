@@ -40,8 +40,8 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
 
     Between them weights are sent and logits computed, as RL does. After the first one that moves weights a reference
     policy is asked, of which `reference` tells, and what is sent then is saved as `sent.…`. After the last one the
-    checkpoint is loaded again, unless the target refuses to load twice, and a step at the rate 0 follows. In the end
-    the parameters hold what they did before.
+    checkpoint is loaded again, unless the target refuses to load twice, and a step at the rate 0 follows, after which
+    the reference policy is asked once more. In the end the parameters hold what they did before.
     """
     cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
     norms, saved = dict[str, float | None](), dict[str, torch.Tensor]()
@@ -62,6 +62,8 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     if refusal(context.facet("export").load, context.input("checkpoint")) is None:
         optimizer.step(_rows(context, True), 0.0)
         saved |= {f"{RELOADED}.{name}": copied(parameter) for name, parameter in _parameters(context).items()}
+        if _has_reference(context):
+            context.made["reference"]["again"] = _beside(optimizer, context, logits, tokens_BS)
     context.save("optimizer", saved)
     for name, parameter in _parameters(context).items():
         parameter.data.copy_(loaded[name])
@@ -117,8 +119,9 @@ def resumed(optimizer: Optimizer, context: Context) -> dict[str, Any] | None:
     """Save after two steps, take a third, and take it again from the save with a new optimizer.
 
     The optimizer is saved and restored between the first two steps as well, so that the second save is that of a
-    restored optimizer, after a number of steps other than its own. Weights are sent after the second restore, as a run
-    of RL begins. Last, an optimizer that is made while routers are frozen takes two steps from the loaded weights.
+    restored optimizer, after a number of steps other than its own. After the second restore a reference policy is asked,
+    if there is one, and weights are sent, as a run of RL begins. Last, an optimizer that is made while routers are
+    frozen takes two steps from the loaded weights.
 
     Saves all parameters as `saved.chunk:local`, `on.…` after the third step, `resumed.…` after the same one of the new
     optimizer, and `frozen.…`; then they hold what they did before. The value has the parameters that the second save
@@ -141,6 +144,8 @@ def resumed(optimizer: Optimizer, context: Context) -> dict[str, Any] | None:
     _put(context, kept[SAVED])
     _made_anew(optimizer, folder)
     changed["restore"] = _unlike(context, kept[SAVED])
+    if _has_reference(context):
+        _beside(optimizer, context, {}, load_file(context.input("tokens"))["tokens"])
     deque(context.facet("export").stream(), maxlen=0)
     optimizer.step(first_BS, OPTIMIZER_RATE)
     kept[RESUMED] = _copies(context)

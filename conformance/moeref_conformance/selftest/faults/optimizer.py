@@ -390,6 +390,22 @@ def read_again(between: Callable[[Any, Named], None], back: Callable[[int, str],
     return wrap
 
 
+def _brought_back_from_a_first_copy(session: Session, cell: Cell, world: World) -> Any:
+    """The policy is set aside when the first reference is asked, and not again: later ones bring that back."""
+    good: Any = session.optimizer
+    aside: Named = {}
+
+    def reference(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        held = _with_buffers(session)
+        aside.update(aside or _copies_of(held))
+        logits: torch.Tensor | None = good.reference(tokens_BS)
+        for key, tensor in held.items():
+            tensor.copy_(aside[key])
+        return logits
+
+    return facet(session, "optimizer", reference=reference)
+
+
 def _with_buffers(session: Any) -> Named:
     chunks = enumerate(session.export.chunks())
     biases = {(number, name): of.data for number, chunk in chunks for name, of in chunk.named_buffers()}
@@ -637,7 +653,7 @@ def _late_by_a_step(which: str) -> Callable[[Session, Cell, World], Any]:
 
 @contextmanager
 def _restored_asleep(cell: Cell, world: World) -> Iterator[None]:
-    """The first step of Adam after a restore is without its moments, if a stream has been between the two."""
+    """The first step of Adam after a restore is without its moments, if a call that counts was between the two."""
     adam = torch.optim.Adam
     good, load, asleep = adam.step, adam.load_state_dict, dict[int, int]()
 
@@ -1141,5 +1157,23 @@ FAULTS = (
         cell=cell("qwen3_moe", "pp2-vpp2", layers=4, optimizer_step=True),
         wrap=read_again(_own_later_chunks, lambda chunk, name: True),
         says="of the largest off those of the checkpoint",
+    ),
+    Fault(
+        id="policy-of-the-first-reference",
+        bug="slime#2224 in kind: the copy that brings the policy back is made with the first reference, and not again",
+        rules=("OPT-008",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        wrap=_brought_back_from_a_first_copy,
+        one_rank=True,
+        diagnosis="not put back",
+    ),
+    Fault(
+        id="moments-lost-behind-a-reference",
+        bug="ISEEKYAN/Megatron-LM#45 in kind: Adam's moments make room for a reference, and are not brought back",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        patch=_restored_asleep,
+        wrap=_counting("optimizer", "reference"),
+        diagnosis="moments are lost",
     ),
 )

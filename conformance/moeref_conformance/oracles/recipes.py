@@ -349,7 +349,11 @@ def _of_batch(cell: Cell) -> dict[str, Any]:
     alike = alike or (cell.family == "deepseek_v3" and cell.loss_mask)
     if alike:
         return {}
-    longer = {"max_position_embeddings": 256} if cell.batch == "pairs" and _has_delta_nets(cell) else {}
+    longer: dict[str, Any] = {}
+    if cell.batch == "pairs" and _has_delta_nets(cell):
+        longer["max_position_embeddings"] = 256
+        if cell.family == "qwen3_next" and cell.layers % 2 == 0:  # experts in every second layer, the last among them
+            longer["decoder_sparse_step"] = 2
     return longer | (_kinds(cell) if cell.family in _OTHER_KIND else _SEVERAL.get(cell.family, {}))
 
 

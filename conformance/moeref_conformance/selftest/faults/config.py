@@ -415,6 +415,14 @@ FAULTS = (
         says="moe_layer_freq=1, not [0, 1]",
     ),
     Fault(
+        id="experts-from-the-first-layer",
+        bug="alibaba/ROLL (read): decoder_sparse_step goes on as moe_layer_freq, which counts from the first layer",
+        rules=("CFG-001",),
+        cell=cell("qwen3_next", "tp1", layers=4, batch="pairs", backend="static"),
+        wrap=always(moe_layer_freq=2),
+        says="moe_layer_freq=2, not [0, 1, 0, 1]",
+    ),
+    Fault(
         id="dropout-left-on",
         bug="megatron-core's dropout of 0.1 is left on: the trainer computes other probabilities than the engine",
         rules=("CFG-001",),

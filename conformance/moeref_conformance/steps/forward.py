@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Forward
 from moeref_conformance.contract.requests.forward import FACTOR, KEPT
-from moeref_conformance.contract.requests.sequences import shorter
+from moeref_conformance.contract.requests.sequences import backwards, shorter
 from moeref_conformance.steps.bystanders import amid_training, partly_frozen
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.hidden_states import entering_norms
@@ -24,7 +24,8 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
     """Whether this rank has logits, and how many tokens the shorter sequence has; the logits of both are saved, and the
     hidden states that enter the norms in the longer one.
 
-    The first forwards come amid training. What they have changed of that is for the step `around`.
+    The first forwards come amid training. What they have changed of that is for the step `around`. The very first is
+    of other tokens, so that kept ones show.
 
     A target that keeps something of one forward, such as the cosines of its positions, may be wrong in a longer one or
     in a shorter one. In the last two weights are `scaled` and `moved`, where stages are one: others that were kept
@@ -43,7 +44,7 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
     left: list[list[str]] = []
     if length:
         with partly_frozen(chunks):  # not in the one that is compared bit for bit: fused kernels may round otherwise
-            _, left = amid_training(chunks, lambda: forward.logits(first_BS))
+            _, left = amid_training(chunks, lambda: forward.logits(backwards(first_BS)))
     logits_BSV, more = amid_training(chunks, whole)
     found = {"logits": logits_BSV, **entering}
     last = last_layer(context) if length else []

@@ -13,6 +13,7 @@ from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Gradients
 from moeref_conformance.contract.requests.gradients import FIRST
 from moeref_conformance.contract.requests.logprobs import TEMPERATURE
+from moeref_conformance.contract.requests.sequences import backwards
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, answer
 from moeref_conformance.steps.forward import heads, last_layer, scaled
 from moeref_conformance.steps.recompute import recomputing
@@ -51,13 +52,6 @@ def recomputes(cell: Cell) -> bool:
     Routers are recomputed with all that they are given, such as which tokens are padding.
     """
     return bool(cell.router_loss or cell.bias_update) and cell.layout.pp > 1
-
-
-def _backwards(tokens_BS: torch.Tensor) -> torch.Tensor:
-    """Every row from its last token to its first; -1 stays after its end."""
-    at_S = torch.arange(tokens_BS.shape[1])
-    lengths_B1 = (tokens_BS >= 0).sum(1, keepdim=True)
-    return tokens_BS.gather(1, torch.where(at_S < lengths_B1, lengths_B1 - 1 - at_S, at_S))
 
 
 def answers(context: Context, names: Sequence[str] = ("logits", "logprobs")) -> dict[str, torch.Tensor]:
@@ -102,7 +96,7 @@ def step(facet: Gradients, context: Context) -> dict[str, Any]:
     ]
     first, before = dict[str, torch.Tensor](), answers(context)
     if cell.bias_update:
-        other_BS = _backwards(rows_BS)  # the same tokens, counted twice, would not move a bias otherwise
+        other_BS = backwards(rows_BS)  # the same tokens, counted twice, would not move a bias otherwise
         facet.gradients(other_BS)
         if "forward" in context.claims.facets:  # an evaluation, whose tokens do not count
             context.facet("forward").logits(other_BS)

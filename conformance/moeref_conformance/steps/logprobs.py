@@ -87,13 +87,19 @@ def _changed(context: Context) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:
-    """As `logprobs`, for `rolled` rows under given routes, one sample's in turns. None without routes."""
+    """As `logprobs`, for `rolled` rows under given routes, one sample's in turns. None without routes.
+
+    On one rank a call under other routes comes first, so that kept ones show.
+    """
     if not _routed(context.cell) or "replay" not in context.claims.facets:
         return None
     tokens_BS = load_file(context.input("tokens"))["tokens"]
     routes = in_turns(given(context, ROUTES), given(context, OTHER_ROUTES))
     order = rolled(torch.arange(len(tokens_BS)), context.cell, context.rank).tolist()
     rows_BS, of_rows = tokens_BS[order], [routes[row] for row in order]
+    if context.cell.layout.world == 1:
+        others = given(context, OTHER_ROUTES)
+        under(facet.logprobs, rows_BS, temperature(context.cell), routes=[others[row] for row in order])
     saved = _checked(under(facet.logprobs, rows_BS, temperature(context.cell), routes=of_rows))
     if saved:
         context.save("replayed_logprobs", saved)

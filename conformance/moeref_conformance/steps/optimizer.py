@@ -119,9 +119,9 @@ def resumed(optimizer: Optimizer, context: Context) -> dict[str, Any] | None:
     """Save after two steps, take a third, and take it again from the save with a new optimizer.
 
     The optimizer is saved and restored between the first two steps as well, so that the second save is that of a
-    restored optimizer, after a number of steps other than its own. After the second restore a reference policy is asked,
-    if there is one, and weights are sent, as a run of RL begins. Last, an optimizer that is made while routers are
-    frozen takes two steps from the loaded weights.
+    restored optimizer, after a number of steps other than its own. After the second restore a reference policy is
+    asked, if there is one, and weights are sent, as a run of RL begins. Last, an optimizer that is made while routers
+    are frozen takes two steps from the loaded weights.
 
     Saves all parameters as `saved.chunk:local`, `on.…` after the third step, `resumed.…` after the same one of the new
     optimizer, and `frozen.…`; then they hold what they did before. The value has the parameters that the second save

@@ -13,6 +13,7 @@ from moeref_conformance.contract.api import Cell, Claims, Policy
 from moeref_conformance.contract.requests import policy as requests
 from moeref_conformance.contract.requests.logprobs import OTHER_ROUTES, ROUTES, TEMPERATURE
 from moeref_conformance.contract.requests.policy import ENTROPY, REPLAYED, UNROUTED, Loss, advantages
+from moeref_conformance.contract.requests.sequences import backwards
 from moeref_conformance.steps import gradients, replay
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.forward import heads, last_layer, scaled
@@ -74,12 +75,13 @@ def recomputed(facet: Policy, context: Context) -> dict[str, Any] | None:
 def on_no_token(facet: Policy, context: Context) -> dict[str, Any]:
     """`gradients.of_no_token` of a policy's loss, under routes where they are given.
 
-    It is the first step, at other advantages and another temperature and entropy, and with other weights, so that what
-    is kept of a call shows.
+    It is the first step, of other tokens, under other routes, at other advantages and another temperature and entropy,
+    and with other weights, so that what is kept of a call shows.
     """
 
     def ask(rows_BS: torch.Tensor, none_BS: torch.Tensor) -> Any:
-        return _asked(facet, context, rows_BS, none_BS, -advantages(rows_BS), Loss(TEMPERATURE, 2 * ENTROPY))
+        loss = Loss(TEMPERATURE, 2 * ENTROPY)
+        return _asked(facet, context, backwards(rows_BS), none_BS, -advantages(rows_BS), loss, _other_routes(context))
 
     context.made["before_policy"] = gradients.answers(context)
     with scaled([*last_layer(context), *heads(context)]):
@@ -105,7 +107,7 @@ def _saved(facet: Policy, context: Context, name: str) -> None:
     )
     recompute = recomputing(cell) if requests.recomputed(name) else nullcontext
     with recompute(context.facet("export").chunks()):
-        found = _asked(facet, context, tokens_BS, mask_BS, advantages_BS, requests.loss(name))
+        found = _asked(facet, context, tokens_BS, mask_BS, advantages_BS, requests.loss(name), _routes(context))
     context.save(name, gradients.by_name(found))
 
 
@@ -116,19 +118,31 @@ def _asked(
     mask_BS: torch.Tensor,
     advantages_BS: torch.Tensor,
     loss: Loss,
+    routes: list[replay.Sample] | None,
 ) -> Any:
-    """The gradients of a step of these rows, under their routes where a cell has any."""
+    """The gradients of a step of these rows, under their routes if they are given."""
     arguments = tokens_BS, mask_BS, advantages_BS, *loss
-    if not _routed(context):
+    if routes is None:
         return facet.policy_gradients(*arguments)
-    return replay.under(facet.policy_gradients, *arguments, routes=_routes(context))
+    return replay.under(facet.policy_gradients, *arguments, routes=routes)
 
 
-def _routes(context: Context) -> list[replay.Sample]:
-    """The routes of the rows of this rank's step; those of the first row come in turns."""
-    cell, of_all, recomputed = context.cell, *(replay.given(context, name) for name in (ROUTES, OTHER_ROUTES))
-    rows = topology.step_rows(cell, context.rank, len(of_all))
-    return replay.in_turns([of_all[row] for row in rows], [recomputed[row] for row in rows])
+def _routes(context: Context) -> list[replay.Sample] | None:
+    """The routes of the rows of this rank's step, where they are given; those of the first row come in turns."""
+    if not _routed(context):
+        return None
+    return replay.in_turns(_of_step(context, ROUTES), _of_step(context, OTHER_ROUTES))
+
+
+def _other_routes(context: Context) -> list[replay.Sample] | None:
+    """Other routes of these rows."""
+    return [*_of_step(context, OTHER_ROUTES)] if _routed(context) else None
+
+
+def _of_step(context: Context, name: str) -> list[replay.Routes]:
+    """The routes of this name of the rows of this rank's step."""
+    of_all = replay.given(context, name)
+    return [of_all[row] for row in topology.step_rows(context.cell, context.rank, len(of_all))]
 
 
 FACET = Facet(

@@ -244,6 +244,19 @@ def _of_the_first_tokens(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "logprobs", logprobs=logprobs)
 
 
+def _under_the_first_routes(session: Session, cell: Cell, world: World) -> Any:
+    """Routes are kept by the shape of the tokens."""
+    good: Any = session.logprobs
+    kept = dict[torch.Size, Any]()
+
+    def logprobs(tokens_BS: torch.Tensor, temperature: float, routes: Any = None) -> TokenLogprobs | None:
+        given = routes and kept.setdefault(tokens_BS.shape, routes)
+        found: TokenLogprobs | None = good.logprobs(tokens_BS, temperature, given)
+        return found
+
+    return facet(session, "logprobs", logprobs=logprobs)
+
+
 FAULTS = (
     Fault(
         id="temperature-left-out",
@@ -421,6 +434,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", replay="R3"),
         wrap=_without_routes,
         diagnosis="those of the routers' own choice",
+    ),
+    Fault(
+        id="logprobs-under-the-routes-of-the-first-call",
+        bug="SkyRL#1908 in kind: routes of a batch are kept, and log-probabilities of a later one are under them",
+        rules=("LGP-004",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=_under_the_first_routes,
+        one_rank=True,
+        says="under given routes, logprobs differ",
     ),
     Fault(
         id="logprobs-of-routes-computed-again",

@@ -44,6 +44,18 @@ def _norms(epsilon: float, part: str = "") -> Change:
     return each_chunk(change)
 
 
+def _of_the_first_tokens(session: Session, cell: Cell, world: World) -> Any:
+    """Tokens are kept by their shape."""
+    good: Any = session.forward
+    kept = dict[torch.Size, torch.Tensor]()
+
+    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        found: torch.Tensor | None = good.logits(kept.setdefault(tokens_BS.shape, tokens_BS))
+        return found
+
+    return facet(session, "forward", logits=logits)
+
+
 def _queries_normed(chunk: Any) -> None:
     """Queries come from a linear with a norm fused into it, although there is no latent to normalise."""
 
@@ -208,6 +220,14 @@ FAULTS = (
         wrap=_rotary(lambda inv_freq: inv_freq.bfloat16()),
         one_rank=True,
         says="are rounded to bf16",
+    ),
+    Fault(
+        id="logits-of-the-first-tokens",
+        bug="reported nowhere: a buffer of tokens is kept by its shape, and not filled again",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_of_the_first_tokens,
+        one_rank=True,
     ),
     Fault(
         id="positions-of-the-first-forward",

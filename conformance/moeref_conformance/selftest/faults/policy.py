@@ -102,6 +102,29 @@ def _advantages_of_the_first_call(session: Session, cell: Cell, world: World) ->
     return facet(session, "policy", policy_gradients=policy_gradients)
 
 
+def _tokens_of_the_first_call(session: Session, cell: Cell, world: World) -> Any:
+    """They are kept by the shape of a batch."""
+    good: Any = session.policy
+    kept = dict[torch.Size, torch.Tensor]()
+
+    def policy_gradients(tokens_BS: torch.Tensor, *more: Any) -> Any:
+        return good.policy_gradients(kept.setdefault(tokens_BS.shape, tokens_BS), *more)
+
+    return facet(session, "policy", policy_gradients=policy_gradients)
+
+
+def _routes_of_the_first_call(session: Session, cell: Cell, world: World) -> Any:
+    """They are kept by the shape of a batch."""
+    good: Any = session.policy
+    kept = dict[torch.Size, Any]()
+
+    def policy_gradients(tokens_BS: torch.Tensor, *more: Any) -> Any:
+        *others, routes = more
+        return good.policy_gradients(tokens_BS, *others, kept.setdefault(tokens_BS.shape, routes))
+
+    return facet(session, "policy", policy_gradients=policy_gradients)
+
+
 def _entropy_at_temperature_1(session: Session, cell: Cell, world: World) -> Any:
     """What the entropies add to the gradients is that of a temperature of 1."""
     good: Any = session.policy
@@ -345,6 +368,15 @@ FAULTS = (
         says="policy: the gradient of",
     ),
     Fault(
+        id="policy-tokens-of-the-first-call",
+        bug="reported nowhere: tokens of a batch are kept by their shape, and a later minibatch is given them again",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_tokens_of_the_first_call,
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
         id="policy-head-of-the-first-call",
         bug="prime-rl#2438 (review): a copy of the head in fp32 is made at its first use, and never made again",
         rules=("GRD-004",),
@@ -489,6 +521,15 @@ FAULTS = (
         rules=("GRD-005",),
         cell=cell("qwen3_moe", "one", replay="R3", loss_mask=True),
         wrap=_under(_of_the_first_microbatch),
+        one_rank=True,
+        says="replayed_policy: the gradient of",
+    ),
+    Fault(
+        id="policy-routes-of-the-first-call",
+        bug="SkyRL#1908 in kind: routes of a step are kept, and a later one, which has its own, is replayed by them",
+        rules=("GRD-005",),
+        cell=cell("qwen3_moe", "one", replay="R3", loss_mask=True),
+        wrap=_routes_of_the_first_call,
         one_rank=True,
         says="replayed_policy: the gradient of",
     ),

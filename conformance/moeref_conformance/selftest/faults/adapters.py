@@ -963,7 +963,7 @@ FAULTS = (
     ),
     Fault(
         id="adapters-counted-by-each-rank",
-        bug="Megatron-Bridge#5634, #6089, miles#3232: what adapters add is whole on each ETP rank, and summed over them",
+        bug="Megatron-Bridge#5634, #6089, miles#3232: what adapters add is whole on each ETP rank, and summed",
         rules=("LRA-002", "LRA-003"),
         cell=cell("qwen3_moe", "etp2", loss_mask=True),
         wrap=_counted_by_each_rank,

@@ -319,7 +319,7 @@ FAULTS = (
     ),
     Fault(
         id="recipe-dropped",
-        bug="NeMo-RL#2278, #3523 in kind: of what a recipe sets, fields that nobody listed for Megatron are left behind",
+        bug="NeMo-RL#2278, #3523 in kind: of what a recipe sets, fields that nobody listed are left behind",
         rules=("CFG-003",),
         cell=ONE,
         wrap=_requesting(_without_a_recipe),

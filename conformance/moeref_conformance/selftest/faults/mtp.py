@@ -526,7 +526,7 @@ FAULTS = (
     ),
     Fault(
         id="mtp-embedding-not-summed",
-        bug="Megatron-Bridge#5380: the embedding's copy on the stage of MTP layers keeps its own gradient, from zeros on",
+        bug="Megatron-Bridge#5380: the embedding's copy on the stage of MTP layers keeps its own gradient",
         rules=("GRD-001",),
         also=("SED-007",),
         cell=cell("glm4_moe", "pp2", mtp=1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moeref.bridge.agreement import all_or_none
 from moeref.megatron import device
@@ -25,6 +27,21 @@ class NotFiniteError(RuntimeError):
     """A gradient of some rank is not finite, and all ranks have skipped the step."""
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rates by the number of steps that an optimizer has taken, as megatron-core has them.
+
+    The first step is at the rate 0, unless there is no warm-up. Step number `warmup`, counted from 0, has the highest
+    rate, step number `end` and later ones have `min_lr`. `style` is `constant`, `linear`, `cosine` or
+    `inverse-square-root`. megatron-core raises AssertionError for a warm-up that does not end before `end`.
+    """
+
+    end: int
+    warmup: int = 0
+    style: str = "linear"
+    min_lr: float = 0.0
+
+
 class Trainer:
     """The optimizer of a built model. Call `reload` whenever weights are loaded after it is made.
 
@@ -33,21 +50,24 @@ class Trainer:
 
     `settings` are fields of megatron-core's OptimizerConfig. Gradient clipping needs a GPU: megatron-core asserts
     CUDA tensors there, so that it is off on a CPU unless `clip_grad` says otherwise. Biases and parameters of one
-    dimension do not decay.
+    dimension do not decay. The learning rate is `lr`; with a `schedule` that is the highest, and each step that is not
+    skipped moves on to the next rate.
     """
 
-    def __init__(self, built: Built, lr: float, **settings: Any) -> None:
+    def __init__(self, built: Built, lr: float, schedule: Schedule | None = None, **settings: Any) -> None:
         config = built.config
         on_gpu = next(built.chunks[0].parameters()).is_cuda
         given = {"clip_grad": 1.0 if on_gpu else 0.0, "weight_decay": 0.0, "bf16": config.bf16, **settings}
+        if schedule:
+            given["min_lr"] = schedule.min_lr
         self.built = built
         self._wrapped = in_ddp(built.chunks)
         asked = OptimizerConfig(optimizer="adam", lr=lr, params_dtype=config.params_dtype, **given)
         # `groups.initialise` makes no second set of groups over gloo: only distributed checkpoints need them.
         self.optimizer = get_megatron_optimizer(asked, self._wrapped, use_gloo_process_groups=False)
+        self._schedule = schedule
         # megatron-core says which groups do not decay, and leaves it to its OptimizerParamScheduler to set that.
-        for group in self.optimizer.param_groups:
-            group["weight_decay"] = asked.weight_decay * group["wd_mult"]
+        self._scheduler = _scheduler(self.optimizer, asked, schedule or Schedule(end=1, style="constant"))
         # The schedule scales the loss, and the router its auxiliary losses, by the optimizer's loss scale.
         config.grad_scale_func = self.optimizer.scale_loss
 
@@ -80,10 +100,13 @@ class Trainer:
         done, norm, _ = self.optimizer.step() if self._is_scaled() or self._is_finite() else (False, None, None)
         if not done:
             raise NotFiniteError("the step is skipped on all ranks: gradients are not finite")
+        if self._schedule:
+            self._scheduler.step(1)
         return None if norm is None else float(norm)
 
     def save(self, folder: str | Path) -> None:
-        """Write what the optimizer holds on this rank to a file in `folder`: moments, step counts and master weights.
+        """Write what the optimizer holds on this rank to a file in `folder`: moments, step counts and master weights,
+        and where in its schedule it is.
 
         All ranks call it, with one folder or each with its own. Below fp32 the model's weights are the rounded masters:
         keep them too, of the same step. Raises OSError if the file cannot be written.
@@ -91,26 +114,29 @@ class Trainer:
         file = self._file(folder)
         half = file.with_name(f"{file.name}.tmp")
         state = dict_list_map_outplace(_bare, self.optimizer.state_dict())
-        torch.save({**self._place(), "state": state}, half)
+        torch.save({**self._place(), "state": state, "scheduler": self._scheduler.state_dict()}, half)
         half.replace(file)
 
     def restore(self, folder: str | Path) -> None:
         """Go on as the trainer did that was saved to `folder`, with its learning rates, bit for bit.
 
-        All ranks call it, of a trainer that was made with the same `lr` and settings, once the weights of then are
-        loaded; below fp32 a step is refused from others. Raises FileNotFoundError where the folder has no file of this
-        rank and as many ranks, ValueError for one of another family, layout, parameters or groups of them, and
-        RuntimeError where another rank has raised.
+        All ranks call it, of a trainer that was made with the same `lr`, schedule and settings, once the weights of
+        then are loaded; below fp32 a step is refused from others. Raises FileNotFoundError where the folder has no file
+        of this rank and as many ranks, ValueError for one of another family, layout, schedule, parameters or groups of
+        them, and RuntimeError where another rank has raised.
         """
         of = self.built.shard_map
         where = f"{folder}: {of.model.family}, rank {dist.get_rank()} of {of.layout.text}"
         with all_or_none(0, device.of(self.built.chunks), None, lambda reason: RuntimeError(f"{where}: {reason}")):
             saved = torch.load(self._file(folder), map_location="cpu", weights_only=True)
             for what, here in self._place().items():
-                for there, own in zip_longest(saved[what], here, fillvalue="nothing"):
+                for there, own in zip_longest(saved.get(what, ()), here, fillvalue="nothing"):
                     if there != own:
                         raise ValueError(f"{where}: the saved optimizer has {what} {there}, this one {own}")
         self.optimizer.load_state_dict(saved["state"])
+        if self._schedule:
+            self._scheduler.num_steps = 0  # what it loads is added to the steps that it has taken
+            self._scheduler.load_state_dict(saved["scheduler"])
 
     def _file(self, folder: str | Path) -> Path:
         return Path(folder) / f"optimizer-{dist.get_rank():05}-of-{dist.get_world_size():05}.pt"
@@ -122,6 +148,7 @@ class Trainer:
         return {
             "family": [of.model.family],
             "layout": [of.layout.text],
+            "schedule": [str(self._schedule)] if self._schedule else [],
             "parameter": [f"{n}:{name} {list(p.shape)} {p.dtype}" for n, name, p in named if p.requires_grad],
         }
 
@@ -148,6 +175,24 @@ class Trainer:
                 f"{name} is not what its fp32 master weight is, so a step would undo the change: call `reload` after "
                 "weights are loaded or changed"
             )
+
+
+def _scheduler(optimizer: Any, asked: OptimizerConfig, of: Schedule) -> OptimizerParamScheduler:
+    """The scheduler of an optimizer, which sets learning rates and weight decay of its groups of parameters."""
+    decay = asked.weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=asked.lr,
+        min_lr=of.min_lr,
+        lr_warmup_steps=of.warmup,
+        lr_decay_steps=of.end,
+        lr_decay_style=of.style,
+        start_wd=decay,
+        end_wd=decay,
+        wd_incr_steps=of.end,
+        wd_incr_style="constant",
+    )
 
 
 def _bare(value: Any) -> Any:

@@ -242,7 +242,7 @@ class Policy(Protocol):
 class Optimizer(Protocol):
     """Facet `optimizer`, asked in cells with `optimizer_step`. All calls are made by all ranks."""
 
-    def make(self, settings: Mapping[str, float] | None = None) -> None:
+    def make(self, settings: Mapping[str, float | str] | None = None) -> None:
         """Make the optimizer. Called before `Export.load`; a target that makes it later does nothing here.
 
         If the target claims `optimizer_saves`, this is called four more times, after steps. Each new optimizer goes on
@@ -260,13 +260,19 @@ class Optimizer(Protocol):
         those that no gradient reaches, as indexers of sparse attention, stay as they are. All gradients are scaled
         alike, so that the norm of the whole model's is `clip_grad` at most.
 
+        If the target claims `optimizer_schedules`, there is one more such call in fp32, or two, with settings of a
+        schedule, by the names of Megatron-LM's arguments: lr, min_lr, lr_warmup_iters, lr_decay_iters and
+        lr_decay_style, which is "cosine". One iteration is one call of `step`, whatever its rows are. The rate grows
+        from 0 to `lr` as a line, in so many iterations as the warm-up has, and falls to `min_lr`, which it has
+        `lr_decay_iters` after the first iteration. The first step is at the rate 0, or is the first after it.
+
         If the target claims `optimizer_skips`, there are two more calls without settings.
         """
 
-    def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:
+    def step(self, tokens_BS: torch.Tensor, rate: float | None) -> float | None:
         """Take a training step as `Gradients.gradients` does, and move the weights at this learning rate: those loaded
         last, or where the step before has left them. Moments stay from step to step, between which weights are streamed
-        and logits computed.
+        and logits computed. `rate` is None if the optimizer was made with a schedule, whose rate it is then.
 
         Returns the Euclidean norm of the whole model's gradient, each parameter counted once; None if it is not
         computed. Afterwards every rank's parameters are the new ones.
@@ -287,8 +293,8 @@ class Optimizer(Protocol):
         """
 
     def save(self, folder: Path) -> None:
-        """Write what a new optimizer needs to go on from here, also where this one was restored itself. Called if the
-        target claims `optimizer_saves`.
+        """Write what a new optimizer needs to go on from here, also where this one was restored itself, and in the
+        middle of its schedule. Called if the target claims `optimizer_saves`.
 
         `folder` is empty, and this rank's own: ranks that write together agree on one of theirs. The model's weights
         and buffers need not be in it: the kit brings them back. Saving leaves the model's own as they are.

@@ -36,6 +36,7 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "non_writers": ("names", "nothing"),
     "optimizer_reference": (False, True),
     "optimizer_saves": (False, True),
+    "optimizer_schedules": (False, True),
     "optimizer_settings": (False, True),
     "optimizer_skips": (False, True),
     "order": ORDERS,
@@ -304,6 +305,7 @@ class Claims:
     non_writers: str = "names"  # what `Export.stream` yields for tensors that go to others: names and None, or nothing
     optimizer_reference: bool = False  # `Optimizer` has `reference`
     optimizer_saves: bool = False  # `Optimizer` has `save` and `restore`
+    optimizer_schedules: bool = False  # `Optimizer.make` takes a schedule of learning rates
     optimizer_settings: bool = False  # `Optimizer.make` takes settings
     optimizer_skips: bool = False  # `Optimizer.step` skips or refuses steps whose gradients are not finite
     order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it

@@ -1,12 +1,14 @@
 """Steps of Adam, by its formula: Kingma and Ba, arXiv:1412.6980, algorithm 1; decay as Loshchilov and Hutter's AdamW.
 
-AdamW is algorithm 2 of arXiv:1711.05101, with its schedule multiplier as the rate.
+AdamW is algorithm 2 of arXiv:1711.05101, with its schedule multiplier as the rate. Rates that fall as a cosine are
+those of equation 5 of arXiv:1608.03983, for one restart.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +34,32 @@ def read(settings: Mapping[str, float]) -> Settings:
     """Settings by the names of megatron-core's OptimizerConfig."""
     betas = (settings["adam_beta1"], settings["adam_beta2"])
     return Settings(betas, settings["adam_eps"], settings["weight_decay"], settings["clip_grad"])
+
+
+class Schedule(NamedTuple):
+    """Learning rates by steps: a line from 0 to the `highest` at step `warmup`, then a cosine to the `lowest` at `end`.
+
+    Steps count from 0. Without a `cosine` a line leads down.
+    """
+
+    highest: float
+    lowest: float
+    warmup: float
+    end: float
+    cosine: bool = True
+
+    @classmethod
+    def read(cls, settings: Mapping[str, Any]) -> Schedule:
+        """A schedule by the names of Megatron-LM's arguments."""
+        return cls(settings["lr"], settings["min_lr"], settings["lr_warmup_iters"], settings["lr_decay_iters"])
+
+    def at(self, number: float) -> float:
+        """The rate of this step."""
+        if number < self.warmup:
+            return self.highest * number / self.warmup
+        part = min(1.0, (number - self.warmup) / (self.end - self.warmup))
+        left = (1.0 + math.cos(math.pi * part)) / 2 if self.cosine else 1.0 - part
+        return self.lowest + left * (self.highest - self.lowest)
 
 
 def update(

@@ -12,7 +12,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -131,6 +131,19 @@ def _vectors_decay(cell: Cell, world: World) -> Iterator[None]:
 
     with mock.patch.object(torch.optim.Adam, "step", step):
         yield
+
+
+def _one_step_ahead(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """A schedule moves on before the first step is taken."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    good: Any = OptimizerParamScheduler.__init__
+
+    def make(self: Any, *given: Any, **named: Any) -> None:
+        good(self, *given, **named)
+        self.step(1)
+
+    return mock.patch.object(OptimizerParamScheduler, "__init__", make)
 
 
 def _refusing_what_is_not_finite(session: Session, cell: Cell, world: World) -> Any:
@@ -1345,9 +1358,16 @@ _DESIGNS = (
         claims={
             "optimizer_reference": False,
             "optimizer_saves": False,
+            "optimizer_schedules": False,
             "optimizer_settings": False,
             "optimizer_skips": False,
         },
+    ),
+    Benign(
+        id="schedule-begins-with-a-rate",
+        why="a step at the rate 0 moves nothing, and Megatron-Bridge#5399 asks that the first one has the next rate",
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        patch=_one_step_ahead,
     ),
     Benign(
         id="reference-read-from-its-files",

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from moeref_conformance.contract.api import Optimizer
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.contract.requests.optimizer import (
+    BROKEN_OFF,
     FROZEN,
     MOVED,
     NOT_FINITE,
@@ -21,6 +22,8 @@ from moeref_conformance.contract.requests.optimizer import (
     RELOADED,
     RESUMED,
     SAVED,
+    SCHEDULE,
+    SCHEDULED,
     SENT,
     SETTINGS,
     STILL,
@@ -203,6 +206,39 @@ def with_settings(optimizer: Optimizer, context: Context) -> None:
     context.save("optimizer_settings", saved)
 
 
+def with_schedule(optimizer: Optimizer, context: Context) -> None:
+    """Save all parameters before and after each step of an optimizer that is made with a schedule, by its number.
+
+    All steps are of the same rows. Where the target claims to save, the optimizer is saved in the middle of the
+    warm-up, and a new one with the same schedule takes two steps from there: these parameters are saved as
+    `resumed.number.chunk:local`. Then all hold what they did before. Nothing is asked of a target that takes no
+    schedule, nor below fp32.
+    """
+    if not context.claims.optimizer_schedules or context.cell.dtype != "float32":
+        return
+    rows_BS, loaded, folder = _rows(context, False), _copies(context), None
+    kept = {"0": loaded}
+
+    def steps(prefix: str, first: int, end: int) -> None:
+        for number in range(first, end):
+            optimizer.step(rows_BS, None)
+            kept[f"{prefix}{number + 1}"] = _copies(context)
+
+    optimizer.make(SCHEDULE)
+    steps("", 0, BROKEN_OFF)
+    if context.claims.optimizer_saves:
+        folder = _saved(optimizer, context, 4)
+    steps("", BROKEN_OFF, SCHEDULED)
+    if folder is not None:
+        _put(context, kept[str(BROKEN_OFF)])
+        optimizer.make(SCHEDULE)
+        optimizer.restore(folder)
+        steps(f"{RESUMED}.", BROKEN_OFF, BROKEN_OFF + 2)
+    _put(context, loaded)
+    names = _parameters(context)
+    context.save("optimizer_schedule", {f"{when}.{name}": of[name] for when, of in kept.items() for name in names})
+
+
 def with_gradients_not_finite(optimizer: Optimizer, context: Context) -> dict[str, Any] | None:
     """For every value of NOT_FINITE: three steps of a new optimizer, of which the second has it in its gradients.
 
@@ -313,6 +349,7 @@ FACET = Facet(
         Step(name="optimizer_reference", ask=reference, stage=Stage.LOADED),
         Step(name="optimizer_resumed", ask=resumed, stage=Stage.LOADED),
         Step(name="optimizer_settings", ask=with_settings, stage=Stage.LOADED),
+        Step(name="optimizer_schedule", ask=with_schedule, stage=Stage.LOADED),
         Step(name="optimizer_not_finite", ask=with_gradients_not_finite, stage=Stage.LOADED),
     ),
 )

@@ -282,10 +282,13 @@ class _Optimizer:
     def __init__(self, model: _Model, built: Built) -> None:
         self._model, self._built = model, built
 
-    def make(self, settings: Mapping[str, float] | None = None) -> None:
-        from moeref.megatron.optimizer import Trainer
+    def make(self, settings: Mapping[str, float | str] | None = None) -> None:
+        from moeref.megatron.optimizer import Schedule, Trainer
 
-        self._trainer = Trainer(self._built, lr=0.0, **{"clip_grad": 0.0, **(settings or {})})
+        given: dict[str, Any] = {"lr": 0.0, "clip_grad": 0.0, **(settings or {})}
+        names = {"end": "lr_decay_iters", "warmup": "lr_warmup_iters", "style": "lr_decay_style", "min_lr": "min_lr"}
+        schedule = {field: given.pop(name) for field, name in names.items() if name in given}
+        self._trainer = Trainer(self._built, schedule=Schedule(**schedule) if schedule else None, **given)
         self._model.loaded = self._loaded
 
     def _loaded(self) -> None:
@@ -294,7 +297,7 @@ class _Optimizer:
         self._trainer.reload()
         self._reference = megatron.Snapshot(self._built.chunks)
 
-    def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:
+    def step(self, tokens_BS: torch.Tensor, rate: float | None) -> float | None:
         import torch
 
         from moeref.megatron.optimizer import NotFiniteError
@@ -306,8 +309,9 @@ class _Optimizer:
             total = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), wanted_BS.flatten(), reduction="sum")
             return total / labels_BS.shape[1]
 
-        for group in self._trainer.optimizer.param_groups:
-            group["lr"] = rate
+        if rate is not None:
+            for group in self._trainer.optimizer.param_groups:
+                group["lr"] = rate
         try:
             self._trainer.step(tokens_BS, loss)
         except NotFiniteError:
@@ -707,6 +711,7 @@ class MoerefTarget:
         optimizer_steps=True,
         optimizer_reference=True,
         optimizer_saves=True,
+        optimizer_schedules=True,
         optimizer_settings=True,
         optimizer_skips=True,
         adapter_modules=frozenset(ADAPTER_MODULES),

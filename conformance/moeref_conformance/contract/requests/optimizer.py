@@ -19,6 +19,17 @@ FROZEN = "frozen"
 #: their scale. In most cells the gradient of the first step is shorter than `clip_grad`, and that of the second longer.
 SETTINGS = {"adam_beta1": 0.85, "adam_beta2": 0.97, "adam_eps": 3e-5, "weight_decay": 0.3, "clip_grad": 1.95}
 
+#: A schedule, by the names of Megatron-LM's arguments. Steps at its rates hardly move a gradient, and routes less.
+SCHEDULE: dict[str, float | str] = {
+    "lr": 3e-5,
+    "min_lr": 6e-6,
+    "lr_warmup_iters": 3,
+    "lr_decay_iters": 7,
+    "lr_decay_style": "cosine",
+}
+#: So many steps follow it, and in this one of them, from 0, an optimizer goes on from a save for two steps.
+SCHEDULED, BROKEN_OFF = 5, 2
+
 #: What is in a gradient of a step that is to be skipped, by the name of that step.
 NOT_FINITE = {"inf": float("inf"), "nan": float("nan")}
 

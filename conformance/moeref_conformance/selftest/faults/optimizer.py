@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
+from moeref_conformance.oracles import recipes
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.gradients import Wrap, marked
@@ -112,7 +113,7 @@ def _norms_of_a_replica(chunk: int, name: str) -> bool:
 
 def _decayed(begun: Named, held: Named, adds: Named, after: Named, rate: float) -> None:
     for key, tensor in after.items():
-        tensor.sub_(held[key], alpha=0.1 * rate)
+        tensor.sub_(held[key], alpha=0.1 * (rate or 0.0))
 
 
 def _rate_of_the_construction(session: Session, cell: Cell, world: World) -> Any:
@@ -670,7 +671,106 @@ def _restored_asleep(cell: Cell, world: World) -> Iterator[None]:
         yield
 
 
+def _scheduling(method: str, instead: Callable[..., None]) -> Callable[[Cell, World], AbstractContextManager[Any]]:
+    """A fault's `patch`: `instead` of a method of Megatron's scheduler, which is its first argument."""
+
+    def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        good = getattr(OptimizerParamScheduler, method)
+
+        def other(own: Any, *given: Any, **named: Any) -> None:
+            instead(good, own, *given, **named)
+
+        return mock.patch.object(OptimizerParamScheduler, method, other)
+
+    return patch
+
+
+def _other_end(end: Callable[[int, int], int]) -> Callable[..., None]:
+    """Makes a scheduler whose decay ends in another step, which `end` says by that and the warm-up."""
+
+    def make(good: Any, own: Any, *given: Any, lr_warmup_steps: int, lr_decay_steps: int, **named: Any) -> None:
+        steps = end(lr_decay_steps, lr_warmup_steps) if lr_warmup_steps else lr_decay_steps
+        good(own, *given, lr_warmup_steps=lr_warmup_steps, lr_decay_steps=steps, **named)
+
+    return make
+
+
+def _restored_twice(good: Any, own: Any, state: Any) -> None:
+    good(own, state)
+    own.step(own.num_steps)
+
+
+def _counting_rows(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    rows, _ = recipes.rows(cell)
+    return _scheduling("step", lambda good, own, increment: good(own, increment * rows))(cell, world)
+
+
+def _of_dense_layers(good: Any, own: Any, increment: int) -> None:
+    """Groups of experts keep the rate that they have."""
+    experts = [group for group in own.optimizer.param_groups if group["is_expert_parallel"]]
+    rates = [group["lr"] for group in experts]
+    good(own, increment)
+    for group, rate in zip(experts, rates, strict=True):
+        group["lr"] = rate
+
+
 FAULTS = (
+    Fault(
+        id="schedule-not-restored",
+        bug="verl#7953: the steps of a schedule are saved, and a restore drops them: the rates warm up once more",
+        rules=("OPT-009",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        patch=_scheduling("load_state_dict", lambda good, own, state: None),
+        says="behind a restore",
+        diagnosis="the schedule begins again",
+    ),
+    Fault(
+        id="schedule-restored-twice",
+        bug="slime#1761: a restored schedule is moved on by the steps that a checkpoint has, once more",
+        rules=("OPT-009",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        patch=_scheduling("load_state_dict", _restored_twice),
+        says="behind a restore",
+        diagnosis="steps before the save count twice",
+    ),
+    Fault(
+        id="warmup-taken-off-the-decay",
+        bug="AReaL#1289: Megatron is given the length of the decay, where it wants the step in which this ends",
+        rules=("OPT-009",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        patch=_scheduling("__init__", _other_end(lambda end, warmup: end - warmup)),
+        one_rank=True,
+        diagnosis="the warm-up is taken off the steps to the end of the decay",
+    ),
+    Fault(
+        id="decay-of-a-thousand-steps",
+        bug="NeMo-RL#939: rates decay over so many steps as a default has, which is 1000",
+        rules=("OPT-009",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        patch=_scheduling("__init__", _other_end(lambda end, warmup: 1000)),
+        one_rank=True,
+        diagnosis="no decay",
+    ),
+    Fault(
+        id="schedule-counts-rows",
+        bug="Megatron-Bridge#2609 in kind: a schedule in iterations moves on by the samples of each",
+        rules=("OPT-009",),
+        cell=cell("qwen3_moe", "tp1", world_size=2, optimizer_step=True),
+        patch=_counting_rows,
+        one_rank=True,
+        diagnosis="one for each row",
+    ),
+    Fault(
+        id="schedule-of-dense-layers-alone",
+        bug="reported nowhere: of the chained optimizers of dense layers and of experts the first has the schedule",
+        rules=("OPT-009",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        patch=_scheduling("step", _of_dense_layers),
+        one_rank=True,
+        says=".experts.",
+    ),
     Fault(
         id="settings-of-the-optimizer-lost",
         bug="SkyRL#1646 in kind: none of the settings that are given for the optimizer gets to Megatron's",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moeref_conformance.contract.requests.optimizer import SETTINGS
+from moeref_conformance.contract.requests.optimizer import SCHEDULE, SETTINGS
 from moeref_conformance.oracles import optimizer
 
 pytestmark = pytest.mark.cpu
@@ -31,3 +31,23 @@ def test_the_last_step_is_that_of_torch(settings: optimizer.Settings) -> None:
     for n, (of, held) in enumerate(zip(weights, begun, strict=True)):
         added = optimizer.update([step[n] for step in gradients], 1e-2, settings, norms, held)
         torch.testing.assert_close(of.detach() - held, added, rtol=1e-5, atol=1e-9)
+
+
+def test_a_schedule_is_torchs_line_and_cosine() -> None:
+    """torch's chainable schedulers, which go on from the rate before, at every step to the end and behind it."""
+    of = optimizer.Schedule.read(SCHEDULE)
+    adam = torch.optim.Adam([torch.zeros(1)], lr=of.highest)
+    up = torch.optim.lr_scheduler.LambdaLR(adam, lambda number: number / of.warmup)
+    rates = list[float]()
+    for _ in range(int(of.warmup)):
+        rates += up.get_last_lr()
+        adam.step()
+        up.step()
+    down = torch.optim.lr_scheduler.CosineAnnealingLR(adam, int(of.end - of.warmup), of.lowest)
+    for _ in range(int(of.end - of.warmup) + 1):
+        rates += down.get_last_lr()
+        adam.step()
+        down.step()
+    assert [of.at(number) for number in range(len(rates))] == pytest.approx(rates)
+    assert of.at(len(rates)) == of.lowest
+    assert of._replace(cosine=False).at((of.warmup + of.end) / 2) == pytest.approx((of.highest + of.lowest) / 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord, digest
 from moeref_conformance.contract.requests.optimizer import MOVED, RELOADED, SETTINGS, STILL, rates
 from moeref_conformance.diagnosis.compare import compare
-from moeref_conformance.judges import Case, judges, optimizer_causes
+from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     finding,
     less_one,
@@ -24,35 +24,25 @@ from moeref_conformance.judges.common import (
     records,
     tolerance,
     unmeasured,
-    values,
     within,
 )
+from moeref_conformance.judges.step_gradients import step_gradients
 from moeref_conformance.judges.stepped import (
     ELSEWHERE,
     FEW,
     LIMIT,
-    NORM_LIMIT,
     TURNED,
-    TURNED_NORM,
     Stepped,
     by_formula,
     experts_of_layers,
     finding_of,
     from_loaded,
     how_far,
-    last_digit,
-    of_parameters,
-    on_record,
-    right_norms,
-    step_gradients,
     way_of,
 )
 from moeref_conformance.oracles import optimizer
 from moeref_conformance.oracles.placement import Placement
 
-#: Of the norm of the gradient: how far it should be off at most. The largest seen tensor by tensor is 5e-7, and without
-#: the sinks of half of the heads 5e-6.
-NEAR = 3e-6
 #: So many elements may all be elsewhere, in a parameter of which others move: of one, seen on a GPU.
 LUCK = 2
 #: Below fp32: the share of the elements that only small steps together move which may stand still.
@@ -100,7 +90,7 @@ def a_step_moves_every_weight(case: Case) -> Outcome:
     for record in records(case, "inventory", "optimizer"):
         stepped = list(_parameters(case, step_gradients(case)[MOVED], record))
         for of in stepped:
-            if not on_record(of):
+            if not of.on_record:
                 findings.append(finding_of(case, record, of.key, of.held, f"{of.key}: no record of it after a step"))
                 continue
             if exact:
@@ -114,51 +104,6 @@ def a_step_moves_every_weight(case: Case) -> Outcome:
     return outcome(findings, met=within(case, worst, LIMIT) if exact else "every tensor moves, by the rate at most")
 
 
-@judges("OPT-003")
-def norms_are_the_models(case: Case) -> Outcome:
-    """Where the target computes one, against the norm of transformers' gradients: of the weights that were loaded.
-
-    In bf16, where rounding turns routes and gradients with them, within a tenth.
-    """
-    return _norms(case, NORM_LIMIT if case.cell.dtype == "float32" else TURNED_NORM)
-
-
-@judges("OPT-005")
-def norms_are_the_models_to_the_last_parameters(case: Case) -> Outcome:
-    """As OPT-003, so near that small parameters show."""
-    return _norms(case, NEAR)
-
-
-def _norms(case: Case, limit: float) -> Outcome:
-    """How far norms of gradients are off those of the model."""
-    if no := unmeasured(case):
-        return no
-    findings, worst, none = missing_records(case, "optimizer"), 0.0, True
-    wants = right_norms(case)
-    for rank, norms in values(case, "optimizer"):
-        for step in (STILL, MOVED):
-            got = norms.get(step)
-            if got is None:
-                continue
-            none, far, want = False, abs(got / wants[step] - 1.0), wants[step]
-            if not far <= limit:
-                message = f"{step}: the norm of the gradient is {got:.8g}, that of transformers' {want:.8g}"
-                said = "; ".join(filter(None, (f"{got / want:.7g} times the right one", _counted(case, norms))))
-                told = {"expected": want, "got": got, "diagnosis": said}
-                findings.append(finding(case, rank, "optimizer", message, **told))
-            else:
-                worst = max(worst, far)
-    return outcome(findings, met="the target computes none" if none else within(case, worst, limit))
-
-
-def _counted(case: Case, norms: Mapping[str, float | None]) -> str:
-    """What counts otherwise in a rank's norms in fp32."""
-    if case.cell.dtype != "float32":
-        return ""
-    gradients = {step: of_parameters(step_gradients(case)[step].tensors) for step in (STILL, MOVED)}
-    return optimizer_causes.norms_of(gradients, norms, case.cell.layout)
-
-
 @judges("OPT-006")
 def settings_reach_the_optimizer(case: Case) -> Outcome:
     """The second of two steps that are made with settings, against the formula with these."""
@@ -169,7 +114,7 @@ def settings_reach_the_optimizer(case: Case) -> Outcome:
         tensors = record.tensors("optimizer_settings")
         for key, (held,) in parameters(record, placement(case)):
             of = from_loaded(case, record, key, held, tensors.get(key, none))
-            if not on_record(of):
+            if not of.on_record:
                 message = f"{key}: no record of it after steps with settings"
                 findings.append(finding_of(case, record, key, held, message))
                 continue
@@ -197,7 +142,7 @@ def _in_bf16(case: Case, record: RankRecord, of: Stepped) -> Iterator[Finding]:
     """Elements that stand still or move up the gradient, and elements that moved further than the rate."""
     still, last = (values.double()[: of.held.rows] for values in _ends(of))
     added, most = last - still, OPTIMIZER_RATE * (len(of.after) - 1) * (1 + LIMIT)
-    if not bool((added.abs() <= most + 2 * last_digit(of)).all()):
+    if not bool((added.abs() <= most + 2 * of.last_digit).all()):
         message = f"{of.key}: elements moved further than {tolerance(case, OPTIMIZER_RATE)} in a step, the rate"
         yield finding_of(case, record, of.key, of.held, message, diagnosis=how_far(added))
     if of.held.expert is None:
@@ -219,7 +164,7 @@ def _astray(case: Case, rank: int, of: Stepped) -> tuple[int, int]:
     still, last = (values.double()[: of.held.rows] for values in _ends(of))
     way = way_of(case, rank, of)
     due = torch.stack(way.adds).sum(0)
-    sure = way.tells & (due.abs() > last_digit(of))
+    sure = way.tells & (due.abs() > of.last_digit)
     return int((sure & ((last - still) * due <= 0)).sum()), int(sure.sum())
 
 
@@ -247,7 +192,7 @@ def _adding_up(case: Case, record: RankRecord, stepped: Sequence[Stepped]) -> It
     for of in stepped:
         way = way_of(case, record.rank, of)
         still, last = (values.double()[: of.held.rows] for values in _ends(of))
-        adds, digit = torch.stack(way.adds), last_digit(of)
+        adds, digit = torch.stack(way.adds), of.last_digit
         sure = way.tells & (adds.abs().amax(0) < FAINT * digit) & (adds.sum(0).abs() > TOGETHER * digit)
         due, stand = due + int(sure.sum()), stand + int((sure & (last == still)).sum())
     if stand > LOST * due:

@@ -33,23 +33,18 @@ from moeref_conformance.judges.common import (
     unmeasured,
     within,
 )
+from moeref_conformance.judges.step_gradients import norm_limit, right_norms, step_gradients, whole_gradients
 from moeref_conformance.judges.stepped import (
     ELSEWHERE,
     FEW,
     LIMIT,
-    NORM_LIMIT,
     TURNED,
-    TURNED_NORM,
     Stepped,
     by_formula,
     experts_of_layers,
     finding_of,
     from_loaded,
     how_far,
-    last_digit,
-    of_parameters,
-    on_record,
-    step_gradients,
 )
 from moeref_conformance.oracles import optimizer
 
@@ -111,7 +106,7 @@ def _restored(case: Case, record: RankRecord) -> Iterator[Stepped]:
 
 def otherwise(case: Case, record: RankRecord, of: Stepped, without: str) -> Iterator[Finding]:
     """The finding of a parameter that is after the step MOVED not as after ON: that step `without` something."""
-    if not on_record(of):
+    if not of.on_record:
         yield finding_of(case, record, of.key, of.held, f"{of.key}: no record of it around {without}")
         return
     off, most = _elsewhere(case, of), 0.0
@@ -139,14 +134,14 @@ def other_experts(case: Case, record: RankRecord, stepped: Sequence[Stepped], wi
 def _elsewhere(case: Case, of: Stepped) -> torch.Tensor:
     """Of each element whether it is not where the step without a restore has it; on a GPU not nearly there."""
     on, again = (of.after[when].double()[: of.held.rows] for when in (ON, MOVED))
-    allowed = APART * OPTIMIZER_RATE + 2 * last_digit(of) if in_any_order(case) else 0.0
+    allowed = APART * OPTIMIZER_RATE + 2 * of.last_digit if in_any_order(case) else 0.0
     return ~((again - on).abs() <= allowed)
 
 
 def _lost(of: Stepped) -> str:
     """What the restored optimizer has forgotten: Adam's first step is as long as the rate wherever it moves."""
     saved, on, again = (of.after[when].double()[: of.held.rows] for when in (STILL, ON, MOVED))
-    goes, went, digit = on - saved, again - saved, last_digit(of)
+    goes, went, digit = on - saved, again - saved, of.last_digit
 
     def tells(off: torch.Tensor) -> bool:
         moved = (goes != 0) | (went != 0)
@@ -212,13 +207,12 @@ def _norm_with_frozen(case: Case) -> Iterator[Finding]:
     held = records(case, "inventory", "optimizer_resumed")
     own = (of for record in held for key, (of,) in parameters(record, placement(case)) if is_frozen(key))
     frozen = {name for of in own for name in of.hf}
-    gradients = of_parameters(step_gradients(case)[MOVED].tensors)
+    gradients, limit = whole_gradients(case)[MOVED], norm_limit(case)
     want = optimizer.norm({name: gradient for name, gradient in gradients.items() if name not in frozen})
-    limit = NORM_LIMIT if case.cell.dtype == "float32" else TURNED_NORM
     for record in held:
         got = record.value("optimizer_resumed")[FROZEN]
         if got is not None and not abs(got / want - 1.0) <= limit:
-            whole = abs(got / optimizer.norm(gradients) - 1.0) <= limit
+            whole = abs(got / right_norms(case)[MOVED] - 1.0) <= limit
             message = f"with routers frozen the norm of the gradient is {got:.8g}, that of all others' {want:.8g}"
             told = {"expected": want, "got": got, "diagnosis": "that of all gradients, frozen ones too" * whole}
             yield finding(case, record.rank, "optimizer_resumed", message, **told)

@@ -15,7 +15,8 @@ from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.contract.requests.optimizer import BROKEN_OFF, RESUMED, SCHEDULE, SCHEDULED, STILL
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import expected, missing_records, outcome, parameters, records, unmeasured, within
-from moeref_conformance.judges.stepped import Stepped, finding_of, step_gradients, way_of
+from moeref_conformance.judges.step_gradients import step_gradients
+from moeref_conformance.judges.stepped import Stepped, finding_of, way_of
 from moeref_conformance.oracles.optimizer import Schedule
 from moeref_conformance.oracles.placement import ExpectedShard
 

@@ -1,11 +1,8 @@
-"""Parameters after steps of an optimizer, and where Adam's formula has them, by transformers' gradients.
-
-The gradient of one step is that of the first microbatch, and that of the others is of all rows.
-"""
+"""Parameters after steps of an optimizer, and where Adam's formula has them, by transformers' gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,13 +10,12 @@ import torch
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.records import RankRecord
-from moeref_conformance.contract.requests.optimizer import MOVED, STILL, of_one_microbatch, rates
+from moeref_conformance.contract.requests.optimizer import MOVED, STILL, rates
 from moeref_conformance.judges import Case, optimizer_causes
-from moeref_conformance.judges.common import expected, finding, less_one, once
-from moeref_conformance.judges.observed_routes import native_gradients
+from moeref_conformance.judges.common import finding, less_one
+from moeref_conformance.judges.step_gradients import norms_of_parts, right_norms, step_gradients
 from moeref_conformance.oracles import optimizer
-from moeref_conformance.oracles.placement import ExpectedShard, Placement, hf_numbers
-from moeref_conformance.oracles.published import COPIES
+from moeref_conformance.oracles.placement import ExpectedShard
 from moeref_conformance.oracles.shares import is_trained
 
 #: Of the largest gradient of a tensor. Smaller ones may have another sign: they are right within 1e-4 of it (GRD-001).
@@ -28,48 +24,10 @@ TELLING = 1e-3
 LEAST = 1e-5
 #: Of the rate: how far an element may be from where Adam moves it.
 LIMIT = 2e-3
-#: Of the norm: how far it may be off. Of one flat buffer in fp32 `torch.norm` is up to 3e-5 off on a CPU.
-NORM_LIMIT = 5e-5
-#: The same below fp32, where rounding turns gradients, and routes with them. The largest seen is 5e-3.
-TURNED_NORM = 0.1
 #: Below fp32: the share of elements, and a number, that may be elsewhere, since rounding turns gradients.
 ELSEWHERE, FEW = 0.1, 4
 #: Of a router, and of all experts of a layer: tokens that go to other experts turn more of them.
 TURNED = 0.25
-
-
-@once
-def step_gradients(case: Case) -> dict[str, Placement]:
-    """transformers' gradients of each step."""
-    counted = {step: case.cell.rows if step == of_one_microbatch(case.cell) else None for step in rates(case.cell)}
-    found = {step: native_gradients(case, counted=rows) for step, rows in counted.items()}
-    return {step: Placement(case.cell, expected(case).config, gradients) for step, gradients in found.items()}
-
-
-def of_parameters(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of parameters. Copies of embedding and head that a checkpoint has with each layer are none of their own."""
-    own = {name: gradient for name, gradient in gradients.items() if not gradient.isnan().any()}
-    return {name: own[name] for name in own if not (name.startswith("model.layers.") and name.endswith(COPIES))}
-
-
-@once
-def right_norms(case: Case) -> Mapping[str, float]:
-    """The norm of transformers' gradients, by step."""
-    return {step: optimizer.norm(of_parameters(placed.tensors)) for step, placed in step_gradients(case).items()}
-
-
-@once
-def _norms_of_parts(case: Case) -> dict[str, list[float]]:
-    """The norm of the experts' gradients in the steps `STILL` and `MOVED`, and that of the others."""
-    trained = [of_parameters(step_gradients(case)[step].tensors) for step in (STILL, MOVED)]
-    own = [{name: of for name, of in one.items() if hf_numbers(name)[1] is not None} for one in trained]
-    rest = [{name: of for name, of in one.items() if hf_numbers(name)[1] is None} for one in trained]
-    return {"experts": [*map(optimizer.norm, own)], "all but experts": [*map(optimizer.norm, rest)]}
-
-
-def _norms_of(case: Case, steps: Sequence[str]) -> list[float]:
-    """The right norm of all gradients in each of `steps`; without them in each there is, once."""
-    return [right_norms(case)[step] for step in steps or rates(case.cell)]
 
 
 class Stepped(NamedTuple):
@@ -82,6 +40,18 @@ class Stepped(NamedTuple):
     held: ExpectedShard
     after: dict[str, torch.Tensor]
     reloaded: torch.Tensor | None
+
+    @property
+    def on_record(self) -> bool:
+        """Whether the values after each step are there, as many as the oracle has."""
+        rows = self.held.rows
+        return all(len(after[:rows]) == len(self.held.tensor[:rows]) for after in self.after.values())
+
+    @property
+    def last_digit(self) -> torch.Tensor:
+        """The last digit of each element, where it has been largest."""
+        values = torch.stack([values[: self.held.rows].double().abs() for values in self.after.values()])
+        return torch.finfo(self.after[STILL].dtype).eps * torch.exp2(values.amax(0).clamp_min(1e-30).log2().floor())
 
 
 def from_loaded(case: Case, record: RankRecord, key: str, held: ExpectedShard, moved: torch.Tensor) -> Stepped:
@@ -97,27 +67,16 @@ def finding_of(case: Case, record: RankRecord, key: str, held: ExpectedShard, me
     return finding(case, record.rank, "optimizer", message, **{**names, "layer": held.layer, **more})
 
 
-def on_record(of: Stepped) -> bool:
-    """Whether the values after each step are there, as many as the oracle has."""
-    return all(len(after[: of.held.rows]) == len(of.held.tensor[: of.held.rows]) for after in of.after.values())
-
-
 def experts_of_layers(
     stepped: Iterable[Stepped], count: Callable[[Stepped], tuple[int, int]]
 ) -> Iterator[tuple[int, int, Stepped]]:
     """Both counts over all experts of a layer that are on record, and the expert that has the most of the first."""
     layers: dict[int | None, list[tuple[int, int, Stepped]]] = {}
     for of in stepped:
-        if of.held.expert is not None and on_record(of):
+        if of.held.expert is not None and of.on_record:
             layers.setdefault(of.held.layer, []).append((*count(of), of))
     for found in layers.values():
         yield sum(one[0] for one in found), sum(one[1] for one in found), max(found, key=lambda one: one[0])[2]
-
-
-def last_digit(of: Stepped) -> torch.Tensor:
-    """The last digit of each element, where it has been largest."""
-    values = torch.stack([values[: of.held.rows].double().abs() for values in of.after.values()])
-    return torch.finfo(of.after[STILL].dtype).eps * torch.exp2(values.amax(0).clamp_min(1e-30).log2().floor())
 
 
 def how_far(added: torch.Tensor) -> str:
@@ -132,6 +91,7 @@ class Way(NamedTuple):
     tells: torch.Tensor
     none: torch.Tensor  # where there is no gradient
     gradients: list[torch.Tensor]
+    norms: list[float]  # of the whole model's
 
 
 def way_of(
@@ -140,18 +100,18 @@ def way_of(
     """The way of a parameter, but for its decay, by the gradients of `steps`, in order; without them of each, once."""
     chunk, _, local = of.key.partition(":")
     sources = of.held.hf or ("model.embed_tokens.weight",)  # a tied head's replica names none
-    gradients, floor = list[torch.Tensor](), LEAST
-    for placed in (step_gradients(case)[step] for step in steps or rates(case.cell)):
+    gradients, floor, taken = list[torch.Tensor](), LEAST, steps or [*rates(case.cell)]
+    for placed in (step_gradients(case)[step] for step in taken):
         held = placed.shard(rank, int(chunk), local, list(of.held.tensor.shape))
         gradients.append(held.tensor[: of.held.rows].double())
         floor = max(floor, TELLING * max(placed.largest(name) for name in sources))
-    norms = _norms_of(case, steps)
+    norms = [right_norms(case)[step] for step in taken]
     adds = [
         optimizer.update(gradients[:number], OPTIMIZER_RATE, settings, norms[:number])
         for number in range(2, len(gradients) + 1)
     ]
     size = torch.stack(gradients).square().mean(0).sqrt()
-    return Way(adds, size > floor, size == 0, gradients)
+    return Way(adds, size > floor, size == 0, gradients, norms)
 
 
 def by_formula(
@@ -179,9 +139,9 @@ def by_formula(
     message = f"{of.key}: {int(wrong.sum())} of {wrong.numel()} elements are not where Adam moves them"
     said = _said(moved, right, way.tells)
     if not said:
-        norms, parts = _norms_of(case, steps), _norms_of_parts(case) if settings.clip else {}
+        parts = norms_of_parts(case) if settings.clip else {}
         told, asked = way.tells | way.none, settings._replace(decay=decay)
-        step = optimizer_causes.Step(way.gradients, norms, held, added, told, OPTIMIZER_RATE, asked, parts)
+        step = optimizer_causes.Step(way.gradients, way.norms, held, added, told, OPTIMIZER_RATE, asked, parts)
         said = optimizer_causes.step_of(step, LIMIT)
     return [finding_of(case, record, of.key, of.held, message, diagnosis=said or how_far(added))], 0.0
 

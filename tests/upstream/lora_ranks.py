@@ -21,7 +21,7 @@ from moeref.bridge.adapters import modules
 from moeref.config import MoEConfig
 from moeref.exporter import Plan, export
 from moeref.layout import Layout
-from moeref.megatron.optimizer import Trainer
+from moeref.megatron.optimizer import Schedule, Trainer
 from moeref.record import Options, Record
 
 R, ALPHA, RATE = 3, 4.5, 0.5
@@ -220,6 +220,8 @@ def a_restored_optimizer_goes_on(cell: Cell, inputs: dict[str, str], folder: Pat
     assert all(torch.equal(tensor, resumed[key]) for key, tensor in on.items())
     with pytest.raises(ValueError, match=r"glm4_moe, rank 0 of tp=1,.* has parameter 0:adapters.*, this one 0:embed"):
         Trainer(other, lr=0.1).restore(folder)
+    with pytest.raises(ValueError, match=r"the saved optimizer has schedule nothing, this one Schedule\(end=9, "):
+        Trainer(one, lr=0.1, schedule=Schedule(end=9)).restore(folder)
     (file,) = folder.glob("optimizer-*")
     torch.save({**torch.load(file), "layout": ["tp=2"]}, file)
     with pytest.raises(ValueError, match="the saved optimizer has layout tp=2, this one tp=1,"):

@@ -21,8 +21,8 @@ SETTINGS = {"adam_beta1": 0.85, "adam_beta2": 0.97, "adam_eps": 3e-5, "weight_de
 
 #: A schedule, by the names of Megatron-LM's arguments. Steps at its rates hardly move a gradient, and routes less.
 SCHEDULE: dict[str, float | str] = {
-    "lr": 3e-5,
-    "min_lr": 6e-6,
+    "lr": 1e-5,
+    "min_lr": 2e-6,
     "lr_warmup_iters": 3,
     "lr_decay_iters": 7,
     "lr_decay_style": "cosine",

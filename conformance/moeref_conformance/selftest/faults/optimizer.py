@@ -769,7 +769,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "ep2", optimizer_step=True),
         patch=_scheduling("step", _of_dense_layers),
         one_rank=True,
-        says=".experts.",
+        says="experts: the rate of step",
     ),
     Fault(
         id="settings-of-the-optimizer-lost",

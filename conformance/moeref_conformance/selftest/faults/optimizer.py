@@ -775,6 +775,7 @@ FAULTS = (
         id="settings-of-the-optimizer-lost",
         bug="SkyRL#1646 in kind: none of the settings that are given for the optimizer gets to Megatron's",
         rules=("OPT-006",),
+        also=("OPT-009",),
         cell=cell("qwen3_moe", "tp2", optimizer_step=True),
         wrap=_settings_not_passed_on,
         diagnosis="it moves as without any settings",

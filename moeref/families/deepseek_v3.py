@@ -170,5 +170,10 @@ MAPPINGS = (
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:
     """A DeepSeek-V3 `config.json` as a `Model`; without `q_lora_rank` (Moonlight) queries have no latent."""
-    layers, prefix = require(hf, NAME, "num_hidden_layers"), require(hf, NAME, "first_k_dense_replace", default=3)
-    return read_mla(hf, NAME, dtype, tuple(i >= prefix for i in range(layers)))
+    return read_as(hf, NAME, dtype)
+
+
+def read_as(hf: Mapping[str, Any], name: str, dtype: str) -> Model:
+    """The same for a family of another `name`."""
+    layers, prefix = require(hf, name, "num_hidden_layers"), require(hf, name, "first_k_dense_replace", default=3)
+    return read_mla(hf, name, dtype, tuple(i >= prefix for i in range(layers)))

@@ -82,6 +82,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "rope_parameters": YARN,
     },
+    # As a text model's config inside the whole one is read: its keys are among the others'.
+    "kimi_k25": {
+        **LATENT,
+        "model_type": "kimi_k25",
+        "text_config": {"model_type": "deepseek_v3"},
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.7,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": YARN,
+    },
     "gpt_oss": {
         **{k: v for k, v in SIZES.items() if k != "moe_intermediate_size"},
         "model_type": "gpt_oss",

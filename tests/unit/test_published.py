@@ -31,6 +31,8 @@ COUNTS = {
     "gpt-oss-120b": (36 * 17 + 3, 116_829_156_672),
     "gpt-oss-20b": (24 * 17 + 3, 20_914_757_184),
     "kimi-k2": (139_644 - 69_608 - 61, 1_026_408_232_448),
+    # Of the text model's 208,215, a matrix of an expert has three.
+    "kimi-k2.5": (208_550 - 335 - 2 * 60 * 384 * 3, 1_026_408_232_448),
     "mixtral-8x7b": (995, 46_702_792_704),
     "moonlight-16b-a3b": (5_317, 15_960_110_208),
     # In files, 1,650,471,424 more in an MTP layer, which a run has if it says so.
@@ -94,7 +96,7 @@ def test_every_config_has_a_source_and_the_other_way_round() -> None:
     assert configs == set(families.published()) == set(tomllib.loads(folder.joinpath("sources.toml").read_text()))
     for source in families.sources().values():
         assert source.repository.count("/") == 1
-        assert source.weights in ("bf16", "fp8", "mxfp4")
+        assert source.weights in ("bf16", "fp8", "int4", "mxfp4")
         assert source.checked
 
 

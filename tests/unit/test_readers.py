@@ -88,6 +88,17 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "mla": MLA(**SIZES_OF_LATENTS, yarn=YARN),
         "indexer": Indexer(layers=(True,) * 4, **SIZES_OF_INDEXERS, interleaved=False),
     },
+    "kimi_k25": {
+        **SIGMOID,
+        "kv_groups": 16,
+        "head_dim": 6,
+        "top_k": 4,
+        "norm_eps": 1e-5,
+        "moe_layers": ONE_DENSE,
+        "routed_scaling_factor": 2.7,
+        "mla": MLA(**SIZES_OF_LATENTS, yarn=YARN),
+        "ignored": ("vision_tower.", "mm_projector."),
+    },
     "glm_moe_dsa": {
         **SIGMOID,
         "kv_groups": 16,
@@ -218,6 +229,7 @@ SWITCHES: dict[str, dict[str, tuple[Any, Any]]] = {
     "glm4_moe_lite": MLA_SWITCHES,
     "deepseek_v32": MLA_SWITCHES,
     "glm_moe_dsa": MLA_SWITCHES,
+    "kimi_k25": {**MLA_SWITCHES, "num_nextn_predict_layers": (0, 1)},
     "gpt_oss": {"hidden_act": ("silu", "gelu"), "attention_bias": (True, False), "swiglu_limit": (7.0, 5.0)},
     "qwen3_next": {
         "hidden_act": ("silu", "gelu"),

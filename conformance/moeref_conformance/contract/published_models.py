@@ -33,13 +33,14 @@ class Size:
 
     @property
     def axes(self) -> dict[str, Any]:
-        """What the config decides of a cell."""
+        """What the config decides of a cell. That of a model with a vision model has the text model's inside."""
+        of_text = self.config.get("text_config", self.config)
         return {
             "family": self.config["model_type"],
-            "layers": self.config["num_hidden_layers"],
-            "dtype": self.config.get("dtype") or self.config["torch_dtype"],
-            "tied": self.config["tie_word_embeddings"],
-            "mtp": self.config.get("num_nextn_predict_layers") or 0,
+            "layers": of_text["num_hidden_layers"],
+            "dtype": of_text.get("dtype") or of_text["torch_dtype"],
+            "tied": of_text["tie_word_embeddings"],
+            "mtp": of_text.get("num_nextn_predict_layers") or 0,
         }
 
 

@@ -23,7 +23,16 @@ from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.contract.hf_files import INDEX
 from moeref_conformance.contract.published_models import TINY, TINY_SEED
 from moeref_conformance.contract.requests import quantised as request
-from moeref_conformance.oracles import expert_tensors, mtp_names, published, quantised, recipes, routed, spoiled
+from moeref_conformance.oracles import (
+    beside_vision,
+    expert_tensors,
+    mtp_names,
+    published,
+    quantised,
+    recipes,
+    routed,
+    spoiled,
+)
 from moeref_conformance.oracles.dialect import as_published, of_5
 from moeref_conformance.oracles.expected import LEFT_OVER, Expected, read_checkpoint
 
@@ -152,6 +161,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
             _save(model, cell, folder / other)
         _give_sampling_parameters(main, *(folder / other for other in OTHERS))
     plain = _in_fp8(cell, main) if cell.fp8_checkpoint else None
+    _wrap(cell, main)
     (folder / "config").mkdir()
     shutil.copy(main / "config.json", folder / "config" / "config.json")
     tensors = read_checkpoint(main)
@@ -159,16 +169,36 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     check_distinct({name: tensor for name, tensor in (plain or tensors).items() if name not in copies})
     if cell.mtp_left_out:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in mtp}
-    missing, (extra, shape) = spoiled.missing(cell, tensors), spoiled.surplus(cell, tensors)
-    _edited(main, folder / "checkpoint_extra", add={extra: torch.randn(shape, generator=_generator(99)).to(dtype)})
+    missing, extra, unlike = _spoil(cell, main, folder, tensors)
+    left_out = mtp_names.prefixes(cell.family, cell.layers, cell.checkpoint_mtp) if cell.mtp_left_out else ()
+    left_out += beside_vision.left_out(cell.family)
+    return _Answers(logits_BSV if plain is None else torch.empty(0), missing, extra, unlike, left_out, plain)
+
+
+def _spoil(cell: Cell, main: Path, folder: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[str, str, str]:
+    """Write the checkpoints that a target must not take as they are, and return the names of the tensors: the one that
+    is missing, the one that is too many, the one in another shape. `main` gets what its index does not name."""
+    held, prefix = beside_vision.text(cell.family, tensors), beside_vision.prefix(cell.family)
+    (extra, shape), (unlike, tensor) = spoiled.surplus(cell, held), spoiled.unlike(cell, held)
+    missing, extra, unlike = (prefix + name for name in (spoiled.missing(cell, held), extra, unlike))
+    surplus = torch.randn(shape, generator=_generator(99)).to(published.DTYPES[cell.dtype])
+    _edited(main, folder / "checkpoint_extra", add={extra: surplus})
     _edited(main, folder / "checkpoint_missing", drop=missing, listed=spoiled.is_listed(cell))
-    unlike, tensor = spoiled.unlike(cell, tensors)
     _edited(main, folder / "checkpoint_unlike", add={unlike: tensor}, drop=unlike)
     if (main / INDEX).exists() and cell.backend != ENGINE:  # there updates are judged, not what a loader reads first
-        norm = "model.norm.weight"
+        norm = f"{prefix}model.norm.weight"
         save_file({norm: tensors[norm].flip(0)}, main / LEFT_OVER, metadata={"format": "pt"})
-    left_out = mtp_names.prefixes(cell.family, cell.layers, cell.checkpoint_mtp) if cell.mtp_left_out else ()
-    return _Answers(logits_BSV if plain is None else torch.empty(0), missing, extra, unlike, left_out, plain)
+    return missing, extra, unlike
+
+
+def _wrap(cell: Cell, folder: Path) -> None:
+    """Put a vision model beside the text model of a checkpoint, if its family has one."""
+    if not beside_vision.prefix(cell.family):
+        return
+    if (cell.expert_format, cell.tied, cell.checkpoint_mtp, cell.fp8_checkpoint) != ("per_expert", False, 0, False):
+        raise ValueError(f"cell {cell.id}: {cell.family} has a recipe for untied files with a tensor for each expert")
+    beside_vision.wrap(cell.family, folder, _generator(96))
+    _index(folder, {file: load_file(file) for file in sorted(folder.glob("*.safetensors"))})
 
 
 def _in_fp8(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:

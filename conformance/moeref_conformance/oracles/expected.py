@@ -14,6 +14,7 @@ import xxhash
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.hf_files import weight_files
+from moeref_conformance.oracles import beside_vision
 
 #: A tensor that `checkpoint_extra` may have too many.
 EXTRA = "model.layers.0.kit_extra.weight"
@@ -43,8 +44,9 @@ class Expected:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The config.json, as published ones are or, where experts are fused, as transformers 5 writes it."""
-        return dict(json.loads((self.dir / "config" / "config.json").read_text()))
+        """The config.json, as published ones are or, where experts are fused, as transformers 5 writes it. Of a text
+        model beside a vision model its own, inside of it."""
+        return beside_vision.text_config(json.loads((self.dir / "config" / "config.json").read_text()))
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -16,13 +16,13 @@ import torch
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell
-from moeref_conformance.oracles import gpt_oss, hybrid, mtp_names, shares
+from moeref_conformance.oracles import beside_vision, gpt_oss, hybrid, mtp_names, shares
 from moeref_conformance.oracles.shares import AROUND_MTP, Share, Table
 from moeref_conformance.oracles.stages import mtp_stage, stage_layers
 
 _EXPERT_HF = re.compile(r"\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.")
 _GATE_HF = re.compile(r"\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.weight$")
-_LAYER_HF = re.compile(r"^model\.layers\.(\d+)\.")
+_LAYER_HF = re.compile(r"^(?:language_model\.)?model\.layers\.(\d+)\.")
 _LAYER_LOCAL = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _MTP_LOCAL = re.compile(r"^mtp\.layers\.(\d+)\.(?:(?:mtp_model_layer|transformer_layer)\.)?(.+)$")
 _EXPERT_LOCAL = re.compile(
@@ -94,6 +94,7 @@ class Placement:
         self.mtp = mtp_stage(cell) if cell.mtp else (-1, -1)
         self.final = next(s for s, ids in self.layers.items() if cell.layers - 1 in ids) if cell.mtp else end
         self.moe_layers = {hf_numbers(name)[0] for name in tensors if _GATE_HF.search(name)}
+        self._prefix = beside_vision.prefix(cell.family)
         self._layer, self._expert = _tables(config, tensors)
         self._mtp_expert = shares.EXPERT if cell.expert_format == "fused_decoder" else self._expert
         self._mtp_layer = {**self._layer, **AROUND_MTP}
@@ -132,7 +133,7 @@ class Placement:
             if name.endswith(".embed_tokens.weight"):
                 stages = {0, self.mtp[0]}
             elif layer is None or name.endswith(".shared_head.head.weight"):
-                stages = {self.final[0] if name == "model.norm.weight" else last}
+                stages = {self.final[0] if name == f"{self._prefix}model.norm.weight" else last}
             else:
                 stages = {stage_of.get(layer, self.mtp[0])}
             if pp in stages and (expert is None or expert in experts):
@@ -190,13 +191,12 @@ class Placement:
         last = at["pp"] == self.layout.pp - 1 and chunk == max(c for _, c in self.layers)
         tied = bool(self.config.get("tie_word_embeddings"))
         if name == "embedding.word_embeddings.weight" and first:
-            return self._vocabulary("model.embed_tokens.weight", at["tp"], shape, read=True)
+            return self._vocabulary(f"{self._prefix}model.embed_tokens.weight", at["tp"], shape, read=True)
         if name == "output_layer.weight" and last:
-            return self._vocabulary(
-                "model.embed_tokens.weight" if tied else "lm_head.weight", at["tp"], shape, not tied
-            )
+            source = "model.embed_tokens.weight" if tied else "lm_head.weight"
+            return self._vocabulary(self._prefix + source, at["tp"], shape, not tied)
         if name == "decoder.final_layernorm.weight" and (at["pp"], chunk) == self.final:
-            source = self._need("model.norm.weight")
+            source = self._need(f"{self._prefix}model.norm.weight")
             return ExpectedShard(lambda: self.tensors[source], (source,))
         raise Unknown("module", f"Megatron has no tensor {name} at pipeline rank {at['pp']}, chunk {chunk}")
 
@@ -208,7 +208,7 @@ class Placement:
         """The Hugging Face name of a tensor of a layer."""
         decoder = self.cell.layers
         if layer < decoder:
-            return f"model.layers.{layer}.{rest}"
+            return f"{self._prefix}model.layers.{layer}.{rest}"
         return mtp_names.in_files(self.cell.family, decoder, layer - decoder, rest)
 
     def _need(self, name: str) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.published_models import Size, published
-from moeref_conformance.oracles import mtp_names
+from moeref_conformance.oracles import beside_vision, mtp_names
 from moeref_conformance.oracles.dialect import in_files
 from moeref_conformance.oracles.expected import Expected
 
@@ -67,6 +67,7 @@ def tensors(name: str, expert_format: str) -> dict[str, torch.Tensor]:
 
 def derived(config: Mapping[str, Any], expert_format: str) -> dict[str, torch.Tensor]:
     """The tensors that a Hugging Face config gives, on the meta device, in the order of their names."""
+    config, prefix = beside_vision.text_config(config), beside_vision.prefix(str(config["model_type"]))
     model, mtp = _model(config), mtp_names.number(config)
     if expert_format == "fused" and mtp:
         raise ValueError("multi-token prediction layers are published per expert, not fused")
@@ -77,7 +78,7 @@ def derived(config: Mapping[str, Any], expert_format: str) -> dict[str, torch.Te
         state = in_files(model, state)
     for number in range(mtp):
         state |= mtp_layer(str(config["model_type"]), int(config["num_hidden_layers"]), number, state)
-    return dict(sorted(state.items()))
+    return {prefix + name: tensor for name, tensor in sorted(state.items())}
 
 
 def _model(config: Mapping[str, Any]) -> Any:

@@ -253,6 +253,19 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "rope_parameters": _rotary(4_000.0),
     },
 }
+# DeepSeek-V3 with other sizes, as Kimi-K2.5: all experts are in one group, one layer is dense. transformers leaves the
+# latent norms at an epsilon of 1e-6, where published configs say 1e-5 of all.
+_FAMILY["kimi_k25"] = {
+    **_FAMILY["deepseek_v3"],
+    "vocab_size": 133,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.827,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {**_FAMILY["deepseek_v3"]["rope_parameters"], "rope_theta": 6_000.0, "mscale": 1.0},
+}
 _FAMILY["deepseek_v32"] = {**_FAMILY["deepseek_v3"], **_SPARSE}
 #: Keys of `_COMMON` that a family's config does not have.
 _ABSENT = {
@@ -274,6 +287,7 @@ _CLASSES = {
     "qwen3_next": "Qwen3Next",
     "qwen3_5_moe_text": "Qwen3_5MoeText",
     "gpt_oss": "GptOss",
+    "kimi_k25": "DeepseekV3",  # the class of its text model
 }
 
 

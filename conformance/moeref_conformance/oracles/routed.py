@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from moeref_conformance.contract.requests.forward import FACTOR, KEPT
 from moeref_conformance.contract.requests.replay import WHOLE
 from moeref_conformance.oracles import balancing as balancing_losses
+from moeref_conformance.oracles import beside_vision
 from moeref_conformance.oracles.dialect import as_named, of_5
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.recipes import IN_FP32, MAKING
@@ -385,7 +386,7 @@ def _of_loss(model: Any, loss: torch.Tensor, expected: Expected) -> dict[str, to
     found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
     gradients = as_named(model, dict(zip(parameters, found, strict=True)), expected.tensors)
     nan = torch.tensor(torch.nan)
-    return {name: gradients.get(name, nan.expand(tensor.shape)) for name, tensor in expected.tensors.items()}
+    return {n: gradients.get(beside_vision.own(n), nan.expand(t.shape)) for n, t in expected.tensors.items()}
 
 
 def labels(expected: Expected, ahead: int = 0, counted: int | None = None, path: bool = False) -> torch.Tensor:
@@ -418,7 +419,7 @@ class _Shape:
 
 
 def _shape(expected: Expected) -> _Shape:
-    config, names = expected.config, expected.tensors.keys()
+    config, names = expected.config, {beside_vision.own(name) for name in expected.tensors}
     layers = int(config["num_hidden_layers"])
     experts = next(int(config[k]) for k in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(k))
     routers = (".mlp.gate.weight", ".block_sparse_moe.gate.weight", ".mlp.router.weight")
@@ -438,10 +439,10 @@ def _model(folder: str, dtype: torch.dtype) -> Any:
     """transformers' module with the checkpoint's weights."""
     import transformers
 
-    with unlisted(), MAKING:
+    with unlisted(), MAKING, beside_vision.alone(Path(folder)) as of_text:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             # Loaded in another dtype, that would be torch's default of all threads until then.
-            Path(folder),
+            of_text,
             dtype=torch.float32,
             attn_implementation="eager",
             local_files_only=True,

@@ -26,7 +26,7 @@ _YARN: dict[str, type[int] | type[float]] = {
     "original_max_position_embeddings": int,
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), float),
 }
-_ROUTER = re.compile(r"^model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.weight$")
+_ROUTER = re.compile(r"^(?:language_model\.)?model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.weight$")
 #: Values that mean the same to megatron-core, by name.
 _SAME: dict[str, tuple[Any, ...]] = {
     "moe_router_topk_scaling_factor": (None, 1.0),

@@ -16,7 +16,7 @@ from moeref_conformance.oracles import mtp_names
 from moeref_conformance.oracles.expected import EXTRA
 
 #: Families with biases beside weights or in routers, and those whose published files end with layers for MTP.
-_BIASED = ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss")
+_BIASED = ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "kimi_k25")
 _PREDICTING = ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
 #: Families without biases in routers, whose last layer may have no attention.
 _HYBRID = ("qwen3_next", "qwen3_5_moe_text")

@@ -55,6 +55,16 @@ def _layers_from(start: Callable[[int, int], int]) -> border.Change:
     return wrap
 
 
+def _as_alone(session: Any, cell: Cell, world: World) -> Any:
+    """Tables, plans and streams have a text model's names without what files have before them."""
+
+    def own(name: str) -> str:
+        return name.removeprefix("language_model.")
+
+    renamed = border.described(lambda meta: replace(meta, name=own(meta.name)))(session, cell, world)
+    return each_row(lambda row: replace(row, hf=tuple(map(own, row.hf))))(renamed, cell, world)
+
+
 def _bias_unmapped(session: Any, cell: Cell, world: World) -> Any:
     """The table has no row for the bias, and loading ignores unknown tensors of the checkpoint."""
     known = {meta.name for meta in session.plan.tensors()}
@@ -241,6 +251,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2-ep2-etp1", world_size=4),
         wrap=shards_by_tp,
         says="the table says",
+    ),
+    Fault(
+        id="text-model-without-its-prefix",
+        bug="tt-metal#48443 in kind: names of a text model that files have beside a vision model are as of one alone",
+        rules=("NAM-001", "NAM-002", "EXP-001"),
+        also=("EXP-007",),
+        cell=cell("kimi_k25", "tp2"),
+        wrap=_as_alone,
+        says="language_model.",
     ),
     Fault(
         id="prefix-of-a-wrapper",

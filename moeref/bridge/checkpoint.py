@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moeref.bridge import fp8_blocks
+from moeref.bridge import fp8_blocks, int4_groups
 from moeref.bridge.fp8_blocks import FP8, Block, dequantised
+from moeref.bridge.int4_groups import PACKED, PackedWeight
 from moeref.bridge.regions import BridgeError, Index
 from moeref.bridge.shard_map import HFTensor, ShardMap, hf_tensors
 
@@ -39,11 +40,13 @@ class Checkpoint:
     one tensor, the index is not one or names files outside the folder, or the index and the files disagree.
 
     block: weights in FP8 have a scale for each block of so many rows and columns, and are given as bf16; their scales
-    are no tensors then. Raises BridgeError where scales do not fit their weight.
+    are no tensors then. group: weights in INT4 have a scale for each group of so many columns, and are one tensor in
+    bf16 each, not three. Raises BridgeError where scales do not fit their weight.
     """
 
-    def __init__(self, folder: str | Path, block: Block | None = None) -> None:
-        self.folder, self._block = Path(folder), block
+    def __init__(self, folder: str | Path, block: Block | None = None, group: int | None = None) -> None:
+        self.folder, self._block, self._group = Path(folder), block, group
+        self._packed: dict[str, PackedWeight] = {}
         self._scales: dict[str, Any] = {}  # of FP8 weights, by the weight's name
         self._stack = ExitStack()
         self._where: dict[str, Any] = {}
@@ -55,6 +58,8 @@ class Checkpoint:
                 self._compare(weight_map)
             if block is not None:
                 self._pair(block)
+            if group is not None:
+                self._pair_packed(group)
         except BaseException:
             self.close()
             raise
@@ -121,6 +126,11 @@ class Checkpoint:
             fp8_blocks.check_scales(name, self._where[name], scales, block)
             self._scales[name] = scales
 
+    def _pair_packed(self, group: int) -> None:
+        """Give every INT4 weight its scales and its shape, under the name of the weight."""
+        for name in [name.removesuffix(PACKED) for name in self._where if name.endswith(f".weight{PACKED}")]:
+            self._packed[name] = self._where[name] = int4_groups.paired(name, self._where, group)
+
     @property
     def names(self) -> set[str]:
         """All tensor names in the folder."""
@@ -128,16 +138,20 @@ class Checkpoint:
 
     def header(self, name: str) -> HFTensor:
         """Shape and dtype from the file's header; no data is read."""
+        if name in self._packed:
+            return HFTensor(name, self._packed[name].shape, "bfloat16")
         part = self._where[name]
         dtype = "BF16" if name in self._scales else str(part.get_dtype())
         return HFTensor(name, tuple(part.get_shape()), DTYPES.get(dtype, dtype))
 
     def read(self, name: str, index: Index) -> torch.Tensor:
         """The slice `index` of tensor `name`; the rest of the tensor is not read."""
+        if self._group is not None and name in self._packed:
+            packed = self._packed[name]
+            return packed.read(*_ranges(packed.shape, index), self._group)
         if self._block is not None and name in self._scales:
             part, scales = self._where[name], self._scales[name]
-            both = zip(part.get_shape(), index, strict=True)
-            rows, columns = (range(*of.indices(size)) for size, of in both if isinstance(of, slice))
+            rows, columns = _ranges(part.get_shape(), index)
             return dequantised(lambda *of: part[of], lambda *of: scales[of], rows, columns, self._block)
         tensor: torch.Tensor = self._where[name][index]
         return tensor
@@ -151,6 +165,7 @@ class Checkpoint:
         """Unmap all files."""
         self._where.clear()
         self._scales.clear()
+        self._packed.clear()
         self._stack.close()
 
     def __enter__(self) -> Checkpoint:
@@ -160,6 +175,12 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _ranges(shape: Sequence[int], index: Index) -> tuple[range, range]:
+    """The rows and columns that an index of a matrix takes."""
+    rows, columns = (range(*of.indices(size)) for size, of in zip(shape, index, strict=True) if isinstance(of, slice))
+    return rows, columns
 
 
 def _numbered(name: str) -> list[str | int]:

@@ -115,8 +115,8 @@ def check(
 
 
 def _of_files(published: Model, model: Model) -> tuple[str, ...]:
-    """Notes on what loading does to the published files: what it skips, FP8 weights."""
-    number, block = published.most_mtp_layers - model.mtp_layers, model.fp8_block
+    """Notes on what loading does to the published files: what it skips, FP8 and INT4 weights."""
+    number, block, group = published.most_mtp_layers - model.mtp_layers, model.fp8_block, model.int4_group
     notes = []
     if number:
         notes.append(f"{number} MTP layers are left out: stages lack them, and loading skips their tensors")
@@ -125,6 +125,8 @@ def _of_files(published: Model, model: Model) -> tuple[str, ...]:
         notes.append(f"tensors {named} are left out where files have them: loading skips them, and no export has them")
     if block is not None:
         notes.append(f"FP8 files, blocks of {block[0]} × {block[1]}: loading makes them bf16, and export sends bf16")
+    if group is not None:
+        notes.append(f"INT4 files, groups of {group} columns: loading makes them bf16, and export sends bf16")
     return tuple(notes)
 
 

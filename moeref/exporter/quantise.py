@@ -1,4 +1,5 @@
-"""Quantises a stream as in a model's FP8 files: linears in e4m3, each block of rows and columns with a scale.
+"""Quantises a stream as in a model's FP8 or INT4 files: linears in e4m3, each block of rows and columns with a scale;
+or in INT4 as compressed-tensors packs it (see `bridge.int4_groups`).
 
 As in DeepSeek-V3 (`weight_dequant` of its inference/kernel.py), a weight is the product of what is in the file and
 its block's `weight_scale_inv`; blocks at the ends of a matrix are smaller. A scale is the largest magnitude / 448.
@@ -13,13 +14,16 @@ from typing import Any
 import torch
 
 from moeref.bridge.fp8_blocks import SCALES, Block
+from moeref.bridge.int4_groups import IN_WORD, OFFSET, PACKED, SCALE, SHAPE, SHIFTS
 from moeref.bridge.named import Named, name_of
 from moeref.exporter.plan import ExportError
 from moeref.families import UnmappedModelError, loaded
-from moeref.families.quantised import FP8Blocks, read_fp8_blocks
+from moeref.families.quantised import FP8Blocks, INT4Groups, read_fp8_blocks, read_int4_groups
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
+#: The greatest number of INT4 whose negative it has too.
+GREATEST = 7
 #: The most elements that are in fp32 at a time, unless a row of blocks has more.
 BAND = 1 << 18
 
@@ -27,23 +31,27 @@ BAND = 1 << 18
 def quantised(
     stream: Iterable[Named], config: Mapping[str, Any] | str | Path
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """A stream of (Hugging Face name, tensor) as the FP8 files have it that `config` describes.
+    """A stream of (Hugging Face name, tensor) as the FP8 or INT4 files have it that `config` describes.
 
     stream: `export`, or any other; experts are a tensor each. config: the published model's, with its
     `quantization_config`. A weight is followed by its `weight_scale_inv`, fp32; what stays as it is is passed on. Where
-    a tensor is None, on ranks that do not receive it, both are None. `buckets` keeps both together.
+    a tensor is None, on ranks that do not receive it, both are None. `buckets` keeps both together. In INT4 a weight is
+    three tensors: `weight_packed`, `weight_scale` and `weight_shape`.
 
-    Raises UnmappedModelError for a config that asks for anything but FP8 (e4m3) in blocks, and for weights of a layer
-    that FP8 files are not known to quantise or to keep; ExportError for weights that are no matrix or hold inf or NaN.
+    Raises UnmappedModelError for a config that asks for anything but FP8 (e4m3) in blocks or INT4 in groups, and for
+    weights of a layer that such files are not known to quantise or to keep; ExportError for weights that are no matrix
+    or hold inf or NaN.
     """
     settings = loaded(config)
     asked = settings.get("quantization_config") or {}
     blocks = read_fp8_blocks(settings)
+    if (groups := read_int4_groups(settings)) is not None:
+        return _packed(stream, groups)
     if blocks is None:
         raise UnmappedModelError(
             f"{str(settings.get('model_type'))[:100]}: the config asks for {str(asked.get('quant_method'))[:100]} with "
             f"weight_block_size={str(asked.get('weight_block_size'))[:100]}; only FP8 (e4m3) in blocks, with dynamic "
-            "activations, is sent"
+            "activations, and INT4 in groups (pack-quantized, symmetric) are sent"
         )
     return _quantised(stream, blocks)
 
@@ -64,6 +72,53 @@ def _quantised(stream: Iterable[Named], blocks: FP8Blocks) -> Iterator[tuple[str
         tensor = None
 
 
+def _packed(stream: Iterable[Named], groups: INT4Groups) -> Iterator[tuple[str, torch.Tensor | None]]:
+    for described, tensor in stream:
+        name = name_of(described)
+        if not groups.quantises(name):
+            yield name, tensor
+        else:
+            parts = (None, None, None) if tensor is None else pack(name, tensor, groups.group)
+            del tensor  # the stream may use its memory again
+            yield from zip((name + end for end in (PACKED, SCALE, SHAPE)), parts, strict=True)
+            del parts
+        tensor = None
+
+
+def pack(name: str, tensor: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A matrix [rows, columns] in INT4: int32 of eight numbers each, the bf16 scales of its groups, its shape as int32.
+
+    A scale is the largest magnitude of `group` columns of a row / 7, and numbers go from -7 to 7. What was loaded from
+    such files is sent with the same numbers, where each group has a 7, and scales within a digit of bf16: a group's
+    largest weight was rounded. Groups of zeros have a scale of 1.
+
+    Raises ExportError naming the tensor for anything but a matrix of bf16, fp16 or fp32, and for inf and NaN.
+    """
+    _check(name, tensor)
+    rows, columns = tensor.shape
+    words, scales = (tensor.new_empty((rows, -(-columns // of)), dtype=torch.int32) for of in (IN_WORD, group))
+    scales = scales.bfloat16()
+    step = max(1, BAND // max(columns, 1))
+    for first in range(0, rows, step):
+        band = slice(first, first + step)
+        part = torch.nn.functional.pad(tensor[band].float(), (0, -columns % group))
+        parts = part.view(len(part), -1, group)
+        largest = parts.abs().amax(-1)
+        scales[band] = torch.where(largest == 0, 1.0, largest / GREATEST)
+        numbers = (parts / scales[band].float()[..., None]).round().clamp(-GREATEST, GREATEST).flatten(1)[:, :columns]
+        bits = torch.nn.functional.pad(numbers.int() + OFFSET, (0, -columns % IN_WORD)).view(len(part), -1, IN_WORD)
+        words[band] = (bits << SHIFTS.to(bits.device)).sum(-1, dtype=torch.int32)
+    if not bool(scales.isfinite().all()):
+        raise ExportError(f"{name} holds inf or NaN, which INT4 has no scale for")
+    return words, scales, torch.tensor([rows, columns], dtype=torch.int32, device=tensor.device)
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() != 2 or tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        what = f"{name} is {tensor.dtype} {list(tensor.shape)}"
+        raise ExportError(f"{what}; only matrices of bf16, fp16 or fp32 are quantised")
+
+
 def quantise(
     name: str, tensor: torch.Tensor, block: Block, powers_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,9 +126,7 @@ def quantise(
 
     Raises ExportError naming the tensor for anything but a matrix of bf16, fp16 or fp32, and for inf and NaN.
     """
-    if tensor.dim() != 2 or tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        what = f"{name} is {tensor.dtype} {list(tensor.shape)}"
-        raise ExportError(f"{what}; only matrices of bf16, fp16 or fp32 are quantised")
+    _check(name, tensor)
     (high, wide), (rows, columns) = block, tensor.shape
     weight = torch.empty_like(tensor, dtype=E4M3, memory_format=torch.contiguous_format)
     scales = tensor.new_empty((-(-rows // high), -(-columns // wide)), dtype=torch.float32)

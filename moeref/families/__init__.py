@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from moeref.families.catalog import Source, known, published, sources
 from moeref.families.mapping import ExpertFormat, HFPattern, ParamMapping, SpecNames
 from moeref.families.model import FamilyError, Model, UnmappedModelError
-from moeref.families.quantised import fp8_block_size
+from moeref.families.quantised import file_blocks
 from moeref.families.values import WRONG, check_values
 
 __all__ = [
@@ -80,10 +80,10 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
             + (f" (did you mean {near[0]}?)" if near else "")
         )
     check_values(config, str(name))
-    block = fp8_block_size(config, str(name))
+    blocks = file_blocks(config, str(name))
     found = dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     try:
-        model = replace(family.read(config, found.removeprefix("torch.")), fp8_block=block)
+        model = replace(family.read(config, found.removeprefix("torch.")), **blocks)
         _check(model)
     except FamilyError:
         raise

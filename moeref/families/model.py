@@ -157,6 +157,7 @@ class Model:
     mtp_layers: int = 0  # multi-token prediction; in files they follow the decoder layers
     mtp_apart: bool = False  # files have one such layer, apart under `mtp.`, whether or not the config says so
     fp8_block: tuple[int, int] | None = None  # (rows, columns) of a block of FP8 weights in files, with a scale each
+    int4_group: int | None = None  # columns of a group of INT4 weights in files, with a scale each
     ignored: tuple[str, ...] = ()  # prefixes of tensor names in published files that loading skips
 
     def with_mtp(self, layers: int) -> Model:

@@ -63,17 +63,73 @@ def read_fp8_blocks(config: Mapping[str, Any]) -> FP8Blocks | None:
     return FP8Blocks((block[0], block[1]), frozenset(listed + of_text), given.get("scale_fmt") == "ue8m0")
 
 
-def fp8_block_size(config: Mapping[str, Any], name: str) -> tuple[int, int] | None:
-    """(rows, columns) of the blocks of FP8 weights that share a scale; None for files that are not quantised.
+@dataclass(frozen=True)
+class INT4Groups:
+    """Files whose linears are in INT4 as compressed-tensors packs it, with a scale for each group of a row's columns.
 
-    Raises UnmappedModelError for files that are quantised otherwise.
+    ignored: modules that stay as they are, by their names, or after `re:` by expressions that their names begin with.
+    """
+
+    group: int
+    ignored: tuple[str, ...] = ()
+
+    def quantises(self, name: str) -> bool:
+        """Whether the files have this tensor in INT4. Raises UnmappedModelError for weights of a layer that are not
+        known as linears, nor as what files keep."""
+        module, _, kind = name.rpartition(".")
+        if ".layers." not in name or (kind != "weight" and not kind.endswith("_proj")) or self._keeps(module):
+            return False
+        if kind != "weight" or not _LINEAR.fullmatch(module):
+            raise UnmappedModelError(f"{name}: not known as a linear that INT4 files pack, nor as one that they keep")
+        return True
+
+    def _keeps(self, module: str) -> bool:
+        ignored = (re.match(of[3:], module) if of.startswith("re:") else of == module for of in self.ignored)
+        return bool(_KEPT.fullmatch(module)) or any(ignored)
+
+
+#: What a config has to say of weights, beside the size of a group, and what it may leave out.
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+_PLAIN = ("actorder", "block_structure", "dynamic", "scale_dtype", "zp_dtype")
+
+
+def read_int4_groups(config: Mapping[str, Any]) -> INT4Groups | None:
+    """What `quantization_config` says; None if it says anything but INT4 in groups (`pack-quantized`, symmetric, of
+    all linears, weights alone), or is not there."""
+    given = config.get("quantization_config") or {}
+    groups: Any = given.get("config_groups")
+    only = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
+    weights = only.get("weights") if isinstance(only, Mapping) else None
+    if not isinstance(only, Mapping) or not isinstance(weights, Mapping):
+        return None
+    size = weights.get("group_size")
+    as_packed = given.get("quant_method") == "compressed-tensors" and given.get("format") == "pack-quantized"
+    activations = (only.get("input_activations"), only.get("output_activations"), given.get("kv_cache_scheme"))
+    fits = as_packed and only.get("targets") == ["Linear"] and not any(activations)
+    if (
+        not fits
+        or type(size) is not int
+        or size < 1
+        or any(weights.get(key) != value for key, value in _INT4.items())
+        or any(map(weights.get, _PLAIN))
+    ):
+        return None
+    return INT4Groups(size, tuple(map(str, given.get("ignore") or ())))
+
+
+def file_blocks(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The fields of `Model` that say how files are quantised; empty for files that are not.
+
+    Raises UnmappedModelError for files that are quantised otherwise than in blocks of FP8 or groups of INT4.
     """
     given = config.get("quantization_config")
     if not given:
-        return None
-    if (found := read_fp8_blocks(config)) is None:
-        raise UnmappedModelError(
-            f"{name}: the checkpoint is quantised ({str(given.get('quant_method'))[:100]}), and only FP8 (e4m3) in "
-            "blocks is read; turn it into bf16 first and give that config"
-        )
-    return found.block
+        return {}
+    if (blocks := read_fp8_blocks(config)) is not None:
+        return {"fp8_block": blocks.block}
+    if (groups := read_int4_groups(config)) is not None:
+        return {"int4_group": groups.group}
+    raise UnmappedModelError(
+        f"{name}: the checkpoint is quantised ({str(given.get('quant_method'))[:100]}), and only FP8 (e4m3) in blocks "
+        "and INT4 in groups (pack-quantized, symmetric) are read; turn it into bf16 first and give that config"
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moeref.families.model import FamilyError, UnmappedModelError
-from moeref.families.quantised import fp8_block_size
+from moeref.families.quantised import file_blocks
 from moeref.families.values import check_values
 
 pytestmark = pytest.mark.cpu
@@ -70,13 +70,14 @@ def test_values_at_the_ends_of_a_range_pass(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"fmt": "e4m3"}, {"activation_scheme": "dynamic"}])
 def test_fp8_in_blocks_is_read(more: dict[str, Any]) -> None:
-    assert fp8_block_size({"quantization_config": {**BLOCKS, **more}}, "deepseek_v3") == (128, 64)
-    assert fp8_block_size({"quantization_config": {**BLOCKS, "weight_block_size": (1, 1)}}, "deepseek_v3") == (1, 1)
+    assert file_blocks({"quantization_config": {**BLOCKS, **more}}, "deepseek_v3") == {"fp8_block": (128, 64)}
+    single = {**BLOCKS, "weight_block_size": (1, 1)}
+    assert file_blocks({"quantization_config": single}, "deepseek_v3") == {"fp8_block": (1, 1)}
 
 
 @pytest.mark.parametrize("none", [{}, {"quantization_config": None}, {"quantization_config": {}}])
 def test_files_that_are_not_quantised_have_no_blocks(none: dict[str, Any]) -> None:
-    assert fp8_block_size(none, "deepseek_v3") is None
+    assert file_blocks(none, "deepseek_v3") == {}
 
 
 @pytest.mark.parametrize(
@@ -92,8 +93,8 @@ def test_files_that_are_not_quantised_have_no_blocks(none: dict[str, Any]) -> No
 def test_files_that_are_quantised_otherwise_are_refused(change: dict[str, Any]) -> None:
     kind = change.get("quant_method", "fp8")[:100]
     with pytest.raises(UnmappedModelError) as refused:
-        fp8_block_size({"quantization_config": {**BLOCKS, **change}}, "deepseek_v3")
+        file_blocks({"quantization_config": {**BLOCKS, **change}}, "deepseek_v3")
     assert str(refused.value) == (
-        f"deepseek_v3: the checkpoint is quantised ({kind}), and only FP8 (e4m3) in blocks is read; turn it into bf16 "
-        "first and give that config"
+        f"deepseek_v3: the checkpoint is quantised ({kind}), and only FP8 (e4m3) in blocks and INT4 in groups "
+        "(pack-quantized, symmetric) are read; turn it into bf16 first and give that config"
     )

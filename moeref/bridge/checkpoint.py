@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from moeref.bridge import fp8_blocks, int4_groups
 from moeref.bridge.fp8_blocks import FP8, Block, dequantised
-from moeref.bridge.int4_groups import PACKED, PackedWeight
+from moeref.bridge.int4_groups import PackedWeight
 from moeref.bridge.regions import BridgeError, Index
 from moeref.bridge.shard_map import HFTensor, ShardMap, hf_tensors
 
@@ -128,7 +128,8 @@ class Checkpoint:
 
     def _pair_packed(self, group: int) -> None:
         """Give every INT4 weight its scales and its shape, under the name of the weight."""
-        for name in [name.removesuffix(PACKED) for name in self._where if name.endswith(f".weight{PACKED}")]:
+        ends = tuple(f".weight{end}" for end in (int4_groups.PACKED, int4_groups.SCALE, int4_groups.SHAPE))
+        for name in sorted({name.rpartition("_")[0] for name in self._where if name.endswith(ends)}):
             self._packed[name] = self._where[name] = int4_groups.paired(name, self._where, group)
 
     @property

@@ -56,8 +56,9 @@ def paired(name: str, parts: dict[str, Any], group: int) -> PackedWeight:
         want = [[size[0], -(-size[1] // of)] for of in (IN_WORD, group)]
     held = [None if of is None else [*of.get_shape(), of.get_dtype()] for of in (packed, scale)]
     if len(size) != 2 or held != [[*want[0], "I32"], [*want[1], "BF16"]]:
+        found = "no such tensor" if shape is None else str(size or list(shape.get_shape()))
         raise BridgeError(
-            f"{name} is INT4 in groups of {group}: {SHAPE[1:]} {size or (shape and shape.get_shape())} wants "
-            f"{PACKED[1:]} {want[0]} I32 and {SCALE[1:]} {want[1]} BF16, and they are {held[0]} and {held[1]}"
+            f"{name} is INT4 in groups of {group}: {name}{SHAPE} is {found}, for which {name}{PACKED} has to be "
+            f"{want[0]} I32 and {name}{SCALE} {want[1]} BF16, and they are {held[0]} and {held[1]}"
         )
     return PackedWeight(packed, scale, (size[0], size[1]))

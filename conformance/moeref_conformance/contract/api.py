@@ -101,6 +101,12 @@ class Export(Protocol):
 
         In a cell with `fp8_checkpoint` the linears of layers are in FP8 (e4m3) and `<name>_scale_inv` has a scale of
         each block, whose size `quantization_config` says. A weight is the product of both in fp32, rounded to bf16.
+
+        In a cell with `int4_checkpoint` routed experts are in INT4 as compressed-tensors packs it (`pack-quantized`,
+        symmetric): `weight_packed` [rows, ⌈columns / 8⌉] has eight numbers of a row in each int32, the first in the
+        lowest four bits, each 8 more than it is, `weight_scale` [rows, ⌈columns / group_size⌉] a scale in bf16 for each
+        group of a row's columns, and `weight_shape` the rows and columns. A weight is its number times its group's
+        scale, rounded to bf16.
         """
 
     def plan(self) -> Sequence[TensorMeta]:

@@ -169,6 +169,16 @@ class Cell:
         of_size=True,
         hashed_if_set=True,
     )
+    #: Routed experts of the checkpoint in INT4, each group of a row's columns with a scale, as Kimi-K2.5 is published;
+    #: see `api.Export`.
+    int4_checkpoint: bool = axis(
+        False,
+        claim="reads_int4",
+        noun="checkpoints with experts in INT4",
+        shown="int4-checkpoint",
+        of_size=True,
+        hashed_if_set=True,
+    )
     #: Experts of the Hugging Face checkpoint: tensors of each, or one of all, as in the modules of transformers 5, or
     #: this of the decoder's layers alone, beside multi-token prediction layers that have tensors of each (Qwen3.5).
     expert_format: str = axis("per_expert", choices=("per_expert", "fused", "fused_decoder"), claim="expert_formats")
@@ -234,6 +244,11 @@ class Cell:
         return self.mtp + (LEFT_OUT.get(self.family, 1) if self.mtp_left_out else 0)
 
     @property
+    def quantised_checkpoint(self) -> bool:
+        """Whether weights of the checkpoint are quantised, of which the model loads others than files have."""
+        return self.fp8_checkpoint or self.int4_checkpoint
+
+    @property
     def rows(self) -> int:
         """Rows of the tokens in a microbatch."""
         return _ROWS[self.batch]
@@ -279,6 +294,7 @@ class Claims:
     shared_groups: bool = True  # more TP ranks than KV groups
     mtp: int = 0  # most multi-token prediction layers
     leaves_mtp_out: bool = False  # of a checkpoint that has them, for a model that has none
+    reads_int4: bool = False  # a checkpoint's experts in INT4, into a model in bf16
     reads_fp8: bool = False  # a checkpoint's weights in FP8 blocks, into a model in bf16
     #: Linears of ADAPTER_MODULES that `Adapters` gives adapters; those of gated delta nets if they are said.
     adapter_modules: frozenset[str] = frozenset(ADAPTER_MODULES) - frozenset(DELTA_NET_MODULES)

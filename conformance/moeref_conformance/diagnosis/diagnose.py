@@ -62,6 +62,8 @@ def diagnose(
         lambda: values.scaled(expected, got),
         lambda: values.shifted(expected, got),
         lambda: values.foreign(expected, got, candidates),
+        lambda: values.scaled_by_run(expected, got),
+        lambda: values.other_signs(expected, got),
         lambda: UNKNOWN,
     )
 

@@ -99,20 +99,36 @@ def scaled(expected: torch.Tensor, got: torch.Tensor) -> str:
 
 def scaled_by_block(expected: torch.Tensor, got: torch.Tensor) -> str:
     """A factor for each block of rows and columns: nearly all neighbours share theirs, in both directions."""
+    return _scaled_by(expected, got, (0, 1), "blocks of it")
+
+
+def scaled_by_run(expected: torch.Tensor, got: torch.Tensor) -> str:
+    """A factor for each run of columns of a row: nearly all neighbours in a row share theirs."""
+    return _scaled_by(expected, got, (1,), "runs of its rows")
+
+
+def _scaled_by(expected: torch.Tensor, got: torch.Tensor, along: tuple[int, ...], what: str) -> str:
     if expected.dim() != 2 or not expected.is_floating_point():
         return ""
     ratio = got.double() / expected.double()
     used = expected != 0
     if not bool(used.any()) or bool(got[~used].any()) or not bool(((ratio > 0) & ratio.isfinite())[used].all()):
         return ""
-    for dim in (0, 1):
+    for dim in along:
         apart = ratio.log().diff(dim=dim).abs()
         if float((apart > 2.0**-6).double().mean()) > 1 / 4:
             return ""
     least, most = float(ratio[used].min()), float(ratio[used].max())
     if most < least * (1 + 2.0**-5):
         return ""
-    return f"blocks of it are {least:.3g} to {most:.3g} times the expected ones: their scales"
+    return f"{what} are {least:.3g} to {most:.3g} times the expected ones: their scales"
+
+
+def other_signs(expected: torch.Tensor, got: torch.Tensor) -> str:
+    """Every number above 0 is below, and the other way round."""
+    signs = expected.sign() * got.sign()
+    all_are = got.numel() >= ENOUGH and bool((signs <= 0).all()) and bool((signs < 0).double().mean() > 1 / 2)
+    return "every number has the other sign" if all_are else ""
 
 
 def shifted(expected: torch.Tensor, got: torch.Tensor) -> str:

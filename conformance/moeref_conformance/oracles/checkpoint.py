@@ -26,6 +26,7 @@ from moeref_conformance.contract.requests import quantised as request
 from moeref_conformance.oracles import (
     beside_vision,
     expert_tensors,
+    int4,
     mtp_names,
     published,
     quantised,
@@ -160,7 +161,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
             _fill(model, dtype, _generator(stream), bias=FAR)
             _save(model, cell, folder / other)
         _give_sampling_parameters(main, *(folder / other for other in OTHERS))
-    plain = _in_fp8(cell, main) if cell.fp8_checkpoint else None
+    plain = (_in_int4 if cell.int4_checkpoint else _in_fp8)(cell, main) if cell.quantised_checkpoint else None
     _wrap(cell, main)
     (folder / "config").mkdir()
     shutil.copy(main / "config.json", folder / "config" / "config.json")
@@ -216,6 +217,23 @@ def _in_fp8(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
         save_file(quantised.stored(config, load_file(file)), file, metadata={"format": "pt"})
     _part(folder, lambda name: name.endswith(request.SCALES))
     return quantised.loaded(config, read_checkpoint(folder))
+
+
+def _in_int4(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
+    """Put a checkpoint's routed experts into INT4, and return the tensors that it loads as.
+
+    The scales of a file's weights are in the file after it.
+    """
+    made = (cell.dtype, cell.expert_format, cell.replay, cell.fp8_checkpoint, cell.checkpoint_mtp)
+    if cell.family not in ("deepseek_v3", "kimi_k25") or made != ("bfloat16", "per_expert", "off", False, 0):
+        raise ValueError(f"cell {cell.id}: experts in INT4 have a recipe for deepseek_v3 and kimi_k25 in bf16 alone")
+    model = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(int4.config(model), indent=2) + "\n")
+    for file in folder.glob("*.safetensors"):
+        save_file(int4.stored(load_file(file)), file, metadata={"format": "pt"})
+    _part(folder, lambda name: name.endswith(f".weight{int4.SCALE}"))
+    prefix = beside_vision.prefix(cell.family)
+    return {prefix + name: of for name, of in int4.loaded(read_checkpoint(folder)).items()}
 
 
 def _part(folder: Path, behind: Callable[[str], bool]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.requests.quantised import SCALES
-from moeref_conformance.oracles import mtp_names
+from moeref_conformance.oracles import int4, mtp_names
 from moeref_conformance.oracles.expected import EXTRA
 
 #: Families with biases beside weights or in routers, and those whose published files end with layers for MTP.
@@ -32,6 +32,8 @@ def missing_kinds(cell: Cell) -> list[str]:
     """Kinds of tensors of the cell's checkpoint: of microbatches of several samples, parts that loaders join."""
     if cell.fp8_checkpoint:
         return ["scales", "scales of attention"]
+    if cell.int4_checkpoint:
+        return ["scales of INT4", "numbers"]
     if cell.batch != "single" and cell.family not in _HYBRID:
         return ["values"] + ["shared expert"] * (cell.family in ("glm4_moe", "deepseek_v3"))
     kinds = ["expert", "norm", "final norm", "router"]
@@ -42,7 +44,8 @@ def missing_kinds(cell: Cell) -> list[str]:
 def surplus_kinds(cell: Cell) -> list[str]:
     """Kinds of tensors that the cell's checkpoint could have too many."""
     kinds = ["module", "norm", "head"]
-    kinds += ["expert"] * _per_expert(cell) + ["bias"] * (cell.family not in ("gpt_oss", *_HYBRID))
+    kinds += ["expert"] * (_per_expert(cell) and not cell.int4_checkpoint)
+    kinds += ["bias"] * (cell.family not in ("gpt_oss", *_HYBRID))
     kinds += ["router"] * (cell.family not in _BIASED) + ["layer"] * (cell.family not in _PREDICTING)
     return kinds
 
@@ -58,6 +61,8 @@ def missing(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
     fixed = {
         "expert": _expert(cell, _ONE.get(cell.family, 11)),
         "scales": f"{_expert(cell, 11)}{SCALES}",
+        "scales of INT4": f"{_expert(cell, 11)}{int4.SCALE}",
+        "numbers": f"{_expert(cell, 11)}{int4.PACKED}",
         "norm": f"{layer}{'self_attn.q_norm' if _norms_heads(cell) else 'input_layernorm'}.weight",
         "final norm": "model.norm.weight",
         "head": "lm_head.weight",
@@ -102,6 +107,8 @@ def surplus(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, tuple
 
 def unlike_kinds(cell: Cell) -> list[str]:
     """Kinds of tensors that the cell's checkpoint could have in another shape."""
+    if cell.int4_checkpoint:
+        return ["scales of INT4"]
     return ["scales"] if cell.fp8_checkpoint else ["norm", "expert", "output"]
 
 
@@ -114,6 +121,7 @@ def unlike(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, torch.
     kind, layer = chosen(cell, unlike_kinds(cell)), f"model.layers.{cell.layers - 1}."
     expert = _expert(cell, _ONE.get(cell.family, 11))
     names = {"norm": f"{layer}input_layernorm.weight", "expert": expert, "scales": f"{expert}{SCALES}"}
+    names["scales of INT4"] = f"{expert}{int4.SCALE}"
     name = names.get(kind) or next(n for n in tensors if n.startswith(layer) and n.endswith(_OUTPUTS))
     tensor, dim = tensors[name], 0 if kind == "expert" and _per_expert(cell) else -1
     if kind == "norm":

@@ -269,7 +269,7 @@ def _load_again(export: Export, context: Context) -> None:
     A trainer that saves to one place replaces what it has loaded from there.
     """
     checkpoint, cell = context.input("checkpoint"), context.cell
-    if cell.layout.world > 1 or cell.fp8_checkpoint or cell.size != TINY:
+    if cell.layout.world > 1 or cell.quantised_checkpoint or cell.size != TINY:
         export.load(checkpoint)
         return
     with tempfile.TemporaryDirectory(dir=context.world.workdir, prefix="replaced-") as name:

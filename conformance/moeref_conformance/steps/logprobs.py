@@ -83,7 +83,7 @@ def _changed(context: Context) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     transformers computes with no checkpoint in FP8, nor with a published model.
     """
     layer, head, cell = last_layer(context), heads(context), context.cell
-    return (layer, head) if layer and head and not cell.fp8_checkpoint and cell.size == TINY else ([], [])
+    return (layer, head) if layer and head and not cell.quantised_checkpoint and cell.size == TINY else ([], [])
 
 
 def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:

@@ -28,7 +28,7 @@ def asked(cell: Cell) -> bool:
     FP8 files have a tensor and scales of each expert, as checkpoints have them that are not fused.
     """
     published = cell.family in request.BLOCKS and cell.expert_format == "per_expert"
-    return published and cell.dtype == "bfloat16" and cell.replay == "off" and not cell.fp8_checkpoint
+    return published and cell.dtype == "bfloat16" and cell.replay == "off" and not cell.quantised_checkpoint
 
 
 def sent(quantised: Quantised, context: Context) -> dict[str, list[Any]]:

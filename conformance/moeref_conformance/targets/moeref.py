@@ -697,6 +697,7 @@ class MoerefTarget:
         mtp_in_policy=True,
         leaves_mtp_out=True,
         reads_fp8=True,
+        reads_int4=True,
         experts=frozenset({"sequential", "grouped"}),
         dispatchers=frozenset(dispatcher.Choice),
         kernels=frozenset({"torch", "te"}),

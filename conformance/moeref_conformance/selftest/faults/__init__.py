@@ -20,6 +20,7 @@ from moeref_conformance.selftest.faults import (
     gpt_oss,
     gradients,
     hybrid,
+    int4_checkpoint,
     loading,
     logprobs,
     masks,
@@ -44,7 +45,7 @@ from moeref_conformance.selftest.faults.base import Fault
 
 MODULES = (
     *(names, loading, around, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream),
-    *(mtp, masks, balancing, logprobs, policy, fp8_checkpoint),
+    *(mtp, masks, balancing, logprobs, policy, fp8_checkpoint, int4_checkpoint),
     *(roles, seeds, config, gpt_oss, hybrid, sparse, static, routes, capture, replay, dispatch, delta, quantised),
     *(optimizer, not_finite, adapters, sync),
 )

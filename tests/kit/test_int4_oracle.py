@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from moeref_conformance.contract.requests.int4 import PACKED, SCALE, SHAPE
 from moeref_conformance.diagnosis import values
 from moeref_conformance.oracles import int4
 from moeref_conformance.oracles.checkpoint import INDEX, expected
@@ -32,17 +33,17 @@ def test_the_first_number_is_in_the_lowest_bits_and_8_more_than_it_is() -> None:
 def test_experts_alone_have_three_tensors_and_load_as_one(tmp_path: Path) -> None:
     made = expected(KIMI, tmp_path)
     files = read_checkpoint(made.dir / "checkpoint")
-    packed = {name.removesuffix(int4.PACKED) for name in files if name.endswith(int4.PACKED)}
+    packed = {name.removesuffix(PACKED) for name in files if name.endswith(PACKED)}
     assert {name for name in made.tensors if ".mlp.experts." in name} == packed
-    words, scales, shape = (files[EXPERT + end] for end in (int4.PACKED, int4.SCALE, int4.SHAPE))
+    words, scales, shape = (files[EXPERT + end] for end in (PACKED, SCALE, SHAPE))
     assert (list(words.shape), list(scales.shape), shape.tolist()) == ([40, 7], [40, 7], [40, 56])
     assert (scales.dtype, shape.dtype) == (torch.bfloat16, torch.int32)
     number = ((int(words[2, 3]) >> 20) & 15) - 8  # column 29 is number 5 of word 3, in group 3
     assert float(made.tensors[EXPERT][2, 29]) == float((number * scales[2, 3].float()).bfloat16())
     places = json.loads((made.dir / "checkpoint" / INDEX).read_text())["weight_map"]
-    assert all(places[name + int4.SCALE] != places[name + int4.PACKED] for name in packed)
-    assert made.missing.removesuffix(int4.SCALE) in packed
-    assert made.unlike.endswith(int4.SCALE)
+    assert all(places[name + SCALE] != places[name + PACKED] for name in packed)
+    assert made.missing.removesuffix(SCALE) in packed
+    assert made.unlike.endswith(SCALE)
     assert made.config["quantization_config"]["format"] == "pack-quantized"
     numbers = torch.tensor([int4.numbers_of(row, 56) for row in words.tolist()])
     assert {-8, 0, 7} <= set(numbers.flatten().tolist())

@@ -23,6 +23,7 @@ from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.contract.hf_files import INDEX
 from moeref_conformance.contract.published_models import TINY, TINY_SEED
 from moeref_conformance.contract.requests import quantised as request
+from moeref_conformance.contract.requests.int4 import SCALE
 from moeref_conformance.oracles import (
     beside_vision,
     expert_tensors,
@@ -231,7 +232,7 @@ def _in_int4(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
     (folder / "config.json").write_text(json.dumps(int4.config(model), indent=2) + "\n")
     for file in folder.glob("*.safetensors"):
         save_file(int4.stored(load_file(file)), file, metadata={"format": "pt"})
-    _part(folder, lambda name: name.endswith(f".weight{int4.SCALE}"))
+    _part(folder, lambda name: name.endswith(f".weight{SCALE}"))
     prefix = beside_vision.prefix(cell.family)
     return {prefix + name: of for name, of in int4.loaded(read_checkpoint(folder)).items()}
 

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-#: What the names of a weight's three tensors end with.
-PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
-#: Columns of a group. Experts have 40 and 56, of which an ETP rank's half ends inside of a group and of a word.
-GROUP = 8
+from moeref_conformance.contract.requests.int4 import GROUP, PACKED, SCALE, SHAPE
+
 #: Scales are drawn between this number and twice as much: some weights are beyond what INT4 holds, and become 7 or -8.
 LEAST = 2.0**-5
 _EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.\d+\.\w+_proj\.weight")

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.requests import int4
 from moeref_conformance.contract.requests.quantised import SCALES
-from moeref_conformance.oracles import int4, mtp_names
+from moeref_conformance.oracles import mtp_names
 from moeref_conformance.oracles.expected import EXTRA
 
 #: Families with biases beside weights or in routers, and those whose published files end with layers for MTP.

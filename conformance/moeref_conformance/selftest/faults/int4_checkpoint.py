@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moeref_conformance.contract.api import Cell, Session, World
-from moeref_conformance.oracles.int4 import GROUP, PACKED, SCALE, SHAPE
+from moeref_conformance.contract.requests.int4 import GROUP, PACKED, SCALE, SHAPE
 from moeref_conformance.selftest import border
 from moeref_conformance.selftest.border import Tensors
 from moeref_conformance.selftest.faults.base import Fault, cell

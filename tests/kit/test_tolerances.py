@@ -403,7 +403,12 @@ FRESH_A = "fresh." + adapters.peft("model.layers.0.self_attn.q_proj.weight", "lo
         ("LRA-004", lambda held: held.update({"logits.after": held[LOGITS][:1]}), "no logits as before", ""),
         ("LRA-004", lambda held: held.pop("logits.after"), "no logits as before", ""),
         ("LRA-004", lambda held: held.pop(LOGITS), "no logits as before", ""),
-        ("LRA-004", lambda held: held["logits.after"][0, 0].add_(1e-6), "from those before", "not as before the merge"),
+        (
+            "LRA-004",
+            lambda held: held["logits.after"][0, 0].add_(1e-6),
+            "from those before",
+            "not as before the merged stream",
+        ),
     ],
 )
 def test_logits_and_factors_that_are_wrong_are_found(

@@ -20,7 +20,8 @@ def lines() -> list[str]:
         layouts = {cell.layout.text for cell in cells}
         fused = any(cell.expert_format == "fused" for cell in cells)
         fp8 = any(cell.fp8_checkpoint for cell in cells)
-        formats = "published" + ", in FP8" * fp8 + ", transformers 5's" * fused
+        int4 = any(cell.int4_checkpoint for cell in cells)
+        formats = "published" + ", in FP8" * fp8 + ", in INT4" * int4 + ", transformers 5's" * fused
         made.append(f"| `{family}` | {len(cells)} | {len(layouts)} | {formats} | {_also(cells)} | {', '.join(sizes)} |")
     return made
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 #: Of projects whose owner is known; another's issue is plain text.
 _OWNERS = {
     "Accio-Lab": ("Dressage",),
+    "alibaba": ("ROLL",),
     "allenai": ("OLMo-core", "open-instruct"),
     "AI-Hypercomputer": ("maxtext",),
     "AMD-AGI": ("Primus",),

@@ -15,6 +15,7 @@ from moeref_conformance.contract.records import Observation, RankRecord
 from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.judges import JUDGES, Case
 from moeref_conformance.oracles.checkpoint import expected
+from moeref_conformance.selftest.faults.base import Variant
 from moeref_conformance.selftest.faulty import ByTag
 from moeref_conformance.worlds.forked import ForkedWorld
 from moeref_conformance.worlds.inputs import given
@@ -85,7 +86,7 @@ class Bench:
             self._seen[key] = Observation.read(cell, where, outcome)
         return self._seen[key]
 
-    def judge(self, cell: Cell, *, one_rank: bool = False, deadline: float = 60.0) -> dict[str, Outcome]:
+    def judge(self, cell: Cell, *, one_rank: bool = False, deadline: float = Variant.deadline) -> dict[str, Outcome]:
         """Outcomes of all rules that the target claims.
 
         The faults of the cell's tags are in the one-rank run only if they show there.
@@ -105,7 +106,7 @@ class Bench:
         for key in [key for key in self._seen if key[1] == tags]:
             shutil.rmtree(self._seen.pop(key).ranks[0].dir.parent)
 
-    def case(self, cell: Cell, *, one_rank: bool = False, deadline: float = 60.0) -> Case:
+    def case(self, cell: Cell, *, one_rank: bool = False, deadline: float = Variant.deadline) -> Case:
         """What judges read of a cell."""
         observation = self.observe(cell, deadline)
         one = replace(cell, layout_name="one", layout=Layout(), tags=cell.tags if one_rank else ())

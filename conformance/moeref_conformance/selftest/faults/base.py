@@ -31,7 +31,7 @@ class Variant:
     patch: Callable[[Cell, World], AbstractContextManager[Any]] | None = None
     one_rank: bool = False
     claims: Mapping[str, Any] = field(default_factory=dict)
-    deadline: float = 60.0
+    deadline: float = 150.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -468,7 +468,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3"),
         patch=_router_replay_with("clear_indices", _backward_list_kept),
         says="recompute-b: ",
-        diagnosis="the routes of set a, sample 1: of another forward",
+        diagnosis="the route of token 1 of sample 1",
     ),
     Fault(
         id="replayed-scores-normalised-again",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -15,6 +15,17 @@ _KEPT = re.compile(
     r".*\.(?:gate|router|shared_expert_gate|conv1d|eh_proj|embed_tokens|shared_head\.head|indexer\.weights_proj|\w*norm)"
 )
 _LINEAR = re.compile(r".*\.(?:\w+_proj(?:_\w+)?|w[123]|indexer\.w\w+)")
+
+
+def _is_linear(name: str, keeps: Callable[[str], bool], unknown: str, fused: str) -> bool:
+    """Whether `name` is the weight of a linear that files quantise. Raises UnmappedModelError, which says `fused` of
+    experts in one tensor and `unknown` of other weights of a layer that files are not known to quantise or to keep."""
+    module, _, kind = name.rpartition(".")
+    if ".layers." not in name or (kind != "weight" and not kind.endswith("_proj")) or keeps(module):
+        return False
+    if kind != "weight" or not _LINEAR.fullmatch(module):
+        raise UnmappedModelError(f"{name}: {unknown if kind == 'weight' else fused}")
+    return True
 
 
 @dataclass(frozen=True)
@@ -31,17 +42,11 @@ class FP8Blocks:
     def quantises(self, name: str) -> bool:
         """Whether the files have this tensor in FP8. Raises UnmappedModelError for weights of a layer that FP8 files
         are not known to quantise or to keep."""
-        module, _, kind = name.rpartition(".")
-        if ".layers." not in name or (kind != "weight" and not kind.endswith("_proj")) or self._keeps(module):
-            return False
-        if kind != "weight":
-            raise UnmappedModelError(
-                f"{name}: FP8 files have a tensor and scales of each expert; export them per_expert"
-            )
-        if not _LINEAR.fullmatch(module):
-            why = "not known as a linear that FP8 files quantise, nor as one that they keep"
-            raise UnmappedModelError(f"{name}: {why}; if it stays as it is, add it to modules_to_not_convert")
-        return True
+        fused = "FP8 files have a tensor and scales of each expert; export them per_expert"
+        unknown = "not known as a linear that FP8 files quantise, nor as one that they keep"
+        return _is_linear(
+            name, self._keeps, f"{unknown}; if it stays as it is, add it to modules_to_not_convert", fused
+        )
 
     def _keeps(self, module: str) -> bool:
         parts = module.split(".")
@@ -76,12 +81,8 @@ class INT4Groups:
     def quantises(self, name: str) -> bool:
         """Whether the files have this tensor in INT4. Raises UnmappedModelError for weights of a layer that are not
         known as linears, nor as what files keep."""
-        module, _, kind = name.rpartition(".")
-        if ".layers." not in name or (kind != "weight" and not kind.endswith("_proj")) or self._keeps(module):
-            return False
-        if kind != "weight" or not _LINEAR.fullmatch(module):
-            raise UnmappedModelError(f"{name}: not known as a linear that INT4 files pack, nor as one that they keep")
-        return True
+        unknown = "not known as a linear that INT4 files pack, nor as one that they keep"
+        return _is_linear(name, self._keeps, unknown, unknown)
 
     def _keeps(self, module: str) -> bool:
         ignored = (re.match(of[3:], module) if of.startswith("re:") else of == module for of in self.ignored)

@@ -396,9 +396,9 @@ def _in_bf16(case: Case, first: _Sent) -> Outcome:
             want = -request.RATES[after] * torch.stack([alone[name] for name in names]).sum(0)
             kinds.setdefault(tuple(names[0].split(".")[-3:-1]), []).append((held, got, want))
         for (linear, factor), moves in kinds.items():
-            far = _roughly_off(moves)
-            worst = worst if far > ROUGHLY else max(worst, far)
-            if far > ROUGHLY:
+            if (far := _roughly_off(moves)) <= ROUGHLY:
+                worst = max(worst, far)
+            else:
                 by = f"{far:.2g} of their length > {tolerance(case, ROUGHLY)}"
                 message = f"{after}: {factor} of {linear} moved otherwise than by transformers' gradients: {by}"
                 diagnosis = "" if any(not torch.equal(held, got) for held, got, _ in moves) else "not moved"
@@ -415,9 +415,9 @@ def _roughly_off(moves: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -
     both = torch.cat([held, got])
     rounded = 2.0**-8 * float(both.norm()) if torch.equal(both, both.bfloat16().double()) else 0.0
     far, length = float((got - held - want).norm()), float(want.norm())
-    if not isfinite(far):
-        return torch.inf
-    return max(far - rounded, 0.0) / length if length else 0.0 if far <= rounded else torch.inf
+    if far <= rounded:
+        return 0.0
+    return (far - rounded) / length if isfinite(far) and length else torch.inf
 
 
 @once

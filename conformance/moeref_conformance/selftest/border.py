@@ -221,6 +221,14 @@ def copied(folder: Path, world: World, change: Callable[[Tensors], Tensors]) -> 
     return into
 
 
+def loading(session: Any, world: World, change: Callable[[Tensors], Tensors], of: str = "checkpoint") -> Any:
+    """`session` that loads the kit's folder `of` with its tensors passed through `change`, and others as they are."""
+    good = session.export
+    return facet(
+        session, "export", load=lambda folder: good.load(copied(folder, world, change) if folder.name == of else folder)
+    )
+
+
 def both_ways(session: Any, wrong: Callable[[], None], right: Callable[[], None]) -> Any:
     """`session` whose loading and exporting share one mistake, so that a round trip is clean.
 

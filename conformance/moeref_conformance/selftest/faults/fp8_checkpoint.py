@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,25 +23,18 @@ def _with(change: Change) -> border.Change:
     """A fault's `wrap`: weights are loaded with other scales."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
-        good: Any = session.export
-
         def changed(tensors: Tensors) -> Tensors:
             linears = [name.removesuffix(SCALES) for name in tensors if name.endswith(SCALES)]
             found = {name: change(name, tensors[f"{name}{SCALES}"], tensors, world) for name in linears}
             return tensors | {f"{name}{SCALES}": of.clone() for name, of in found.items()}
 
-        def load(folder: Path) -> None:
-            # What must be refused is left as it is.
-            good.load(border.copied(folder, world, changed) if folder.name == "checkpoint" else folder)
-
-        return border.facet(session, "export", load=load)
+        return border.loading(session, world, changed)
 
     return wrap
 
 
 def _without_scales_of_attention(session: Session, cell: Cell, world: World) -> Any:
     """A linear of attention that has no scales is loaded as if they were 1."""
-    good: Any = session.export
 
     def filled(tensors: Tensors) -> Tensors:
         linears = [name for name, of in tensors.items() if of.dtype == torch.float8_e4m3fn and "attn" in name]
@@ -52,10 +44,7 @@ def _without_scales_of_attention(session: Session, cell: Cell, world: World) -> 
         shapes = {name: [-(-n // of) for n, of in zip(tensors[name].shape, block, strict=True)] for name in lacking}
         return tensors | {f"{name}{request.SCALES}": like.new_ones(shape) for name, shape in shapes.items()}
 
-    def load(folder: Path) -> None:
-        good.load(border.copied(folder, world, filled) if folder.name == "checkpoint_missing" else folder)
-
-    return border.facet(session, "export", load=load)
+    return border.loading(session, world, filled, of="checkpoint_missing")
 
 
 def _of_the_gate(name: str, scales: torch.Tensor, tensors: Tensors, world: World) -> torch.Tensor:

@@ -6,7 +6,6 @@ What is loaded has other words or scales than the checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -39,18 +38,12 @@ def _with(change: Change, end: str) -> border.Change:
     """A fault's `wrap`: experts are loaded with other words or scales, as `end` says."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
-        good: Any = session.export
-
         def changed(tensors: Tensors) -> Tensors:
             names = [name.removesuffix(PACKED) for name in tensors if name.endswith(PACKED)]
             weights = (Weight(n, tensors[n + PACKED], tensors[n + SCALE], tensors, world.rank) for n in names)
             return tensors | {of.name + end: change(of).contiguous().clone() for of in weights}
 
-        def load(folder: Path) -> None:
-            # What must be refused is left as it is.
-            good.load(border.copied(folder, world, changed) if folder.name == "checkpoint" else folder)
-
-        return border.facet(session, "export", load=load)
+        return border.loading(session, world, changed)
 
     return wrap
 
@@ -86,7 +79,6 @@ def _from_the_shards_start(weight: Weight) -> torch.Tensor:
 
 def _without_scales(session: Session, cell: Cell, world: World) -> Any:
     """An expert that has no scales is loaded as if they were 1."""
-    good: Any = session.export
 
     def filled(tensors: Tensors) -> Tensors:
         names = [name.removesuffix(PACKED) for name in tensors if name.endswith(PACKED)]
@@ -94,10 +86,7 @@ def _without_scales(session: Session, cell: Cell, world: World) -> Any:
         ones = {n + SCALE: torch.ones(rows, -(-columns // GROUP)).bfloat16() for n, (rows, columns) in sizes.items()}
         return tensors | ones
 
-    def load(folder: Path) -> None:
-        good.load(border.copied(folder, world, filled) if folder.name == "checkpoint_missing" else folder)
-
-    return border.facet(session, "export", load=load)
+    return border.loading(session, world, filled, of="checkpoint_missing")
 
 
 def _fault(name: str, bug: str, change: Change, end: str, of: Cell = _ONE, diagnosis: str = "their scales") -> Fault:

@@ -38,6 +38,22 @@ def test_signals_that_ask_to_stop_interrupt_once(number, monkeypatch):
         signal.signal(number, before)
 
 
+def test_a_signal_that_comes_while_an_object_is_finalised_interrupts_too():
+    class Finalised:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with interrupts.raised() as received:
+            Finalised()
+            with pytest.raises(KeyboardInterrupt):
+                time.sleep(5)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM]
+
+
 def test_a_signal_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

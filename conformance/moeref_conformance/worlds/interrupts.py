@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,14 +24,27 @@ def raised(
     A signal that is ignored, as under nohup, stays so. In another thread nothing changes.
     """
     received: list[int] = []
+    error: BaseException | None = None
+    hook = sys.unraisablehook
 
     def handle(number: int, frame: Any) -> None:
+        nonlocal error
         received.append(number)
         for each in numbers:
             signal.signal(each, signal.SIG_IGN)
         if number == signal.SIGHUP:
             _leave_terminal()
-        raise make()
+        error = make()
+        raise error
+
+    def dropped(unraisable: Any) -> None:
+        """Python drops what is raised while an object is finalised: the signal comes again a moment later."""
+        if error is None or unraisable.exc_value is not error:
+            hook(unraisable)
+            return
+        number = received.pop()
+        signal.signal(number, handle)
+        threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number)).start()
 
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in numbers if main}
@@ -38,8 +52,10 @@ def raised(
     try:
         for number in before:
             signal.signal(number, handle)
+        sys.unraisablehook = dropped if before else hook
         yield received
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -68,8 +68,6 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
     first and with 2 for the second.
     """
     config = loaded(config)
-    if isinstance(text := config.get("text_config"), Mapping):  # of a model that is more than its language model
-        config = {**text, **config}
     name = config.get("model_type")
     family = FAMILIES.get(ALIASES.get(str(name), str(name)))
     if family is None:
@@ -96,11 +94,15 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
 def loaded(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     """A Hugging Face config as a dictionary: `config` itself, or what is in a `config.json` or in a folder with one.
 
-    Raises FamilyError for a path without a config.
+    Of a model that is more than its language model the keys of its `text_config` are among its own. Raises FamilyError
+    for a path without a config.
     """
-    if isinstance(config, Mapping):
-        return config
-    path = Path(config)
+    found = config if isinstance(config, Mapping) else _file(Path(config))
+    text = found.get("text_config")
+    return {**text, **found} if isinstance(text, Mapping) else found
+
+
+def _file(path: Path) -> Mapping[str, Any]:
     try:
         path = path / "config.json" if path.is_dir() else path
         if path.exists() and not path.is_file():  # a pipe would block the reader for ever

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from moeref_conformance.contract.requests import int4 as request
 from moeref_conformance.contract.requests.int4 import PACKED, SCALE, SHAPE
 from moeref_conformance.diagnosis import values
 from moeref_conformance.oracles import int4
@@ -65,3 +66,21 @@ def test_what_scales_of_groups_and_signs_are_told_by() -> None:
     assert values.scaled_by_run(want, torch.randn(6, 32)) == ""
     assert values.other_signs(want, -want - want.sign()) == "every number has the other sign"
     assert values.other_signs(want, want) == values.other_signs(want, torch.zeros_like(want)) == ""
+
+
+@pytest.mark.parametrize("divisor", [7.0, 7.5])
+def test_numbers_that_are_rounded_once_are_within_the_limit_and_those_cut_off_are_not(divisor: float) -> None:
+    """By the largest magnitude of a group / 7, and / 7.5, where the largest becomes 7 all the same."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 32).bfloat16()
+    scales = (int4.largest(weight) / divisor).bfloat16()
+    quotients = weight.float() / scales.float().repeat_interleave(8, 1)
+    for rounded, fits in ((quotients.round(), True), (quotients.trunc(), False), (quotients.round() + 1, False)):
+        made = int4.dequantised(int4.packed(rounded.clamp(-8, 7).long()), scales, weight.shape)
+        assert bool(((made - weight.float()).abs() <= int4.limits(weight)).all()) == fits
+
+
+def test_the_config_of_a_text_model_beside_a_vision_model_says_it_inside() -> None:
+    made = request.config({"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}})
+    assert "quantization_config" not in made
+    assert made["text_config"]["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] == 8

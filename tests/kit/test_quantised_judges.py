@@ -1,4 +1,7 @@
-"""The judges of FP8 in blocks, on records of the kit's own design: who was given what, and tensors in other forms."""
+"""The judges of FP8 in blocks and INT4 in groups, on records of the kit's own designs.
+
+Who was given what, and tensors in other forms.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from moeref_conformance.contract.requests import quantised as request
 from moeref_conformance.judges import JUDGES, Case
 from moeref_conformance.selftest.faults.base import cell
 from moeref_conformance.selftest.plain_fp8 import Named, Quantiser
+from moeref_conformance.selftest.plain_int4 import Packer
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.cpu
@@ -155,3 +159,68 @@ def test_a_scale_below_0_is_told_though_the_product_is_right(
     found = red(tensors, [list(of.items()), []], tmp_path)
     assert found.keys() == {"QNT-006"}
     assert "scales are below 0, that of block [0, 0] -1 times" in found["QNT-006"][0]
+
+
+KIMI = cell("kimi_k25", "tp2", dtype="bfloat16")
+EXPERT = "language_model.model.layers.1.mlp.experts.1.up_proj.weight"
+IN_INT4 = replace(CLAIMS, sends_int4=True)
+
+
+def in_int4(folder: Path, change: Callable[[Named], torch.Tensor] | None = None, claims: Claims = IN_INT4) -> Any:
+    """What the rules that fail say where a rank is given an expert in INT4, each tensor as `change` makes it."""
+    torch.manual_seed(0)
+    names = (EXPERT, "language_model.model.layers.1.mlp.gate.weight")
+    tensors = {name: (0.1 * torch.randn(6, 24)).bfloat16() for name in names}
+    config = {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}}
+    (folder / "config.json").write_text(json.dumps(request.asked("kimi_k25", config)))
+    weights = request.weights(tensors, request.block("kimi_k25"))
+    metas = [(TensorMeta(name=n, shape=(), dtype=""), t) for n, t in weights.items()]
+    sent = Packer(SimpleNamespace(export=SimpleNamespace(stream=lambda: metas)), KIMI).stream(folder)
+    given = [(name, change((name, tensor)) if change else tensor) for name, tensor in sent]
+    told = {"names": [name for name, _ in given], "left": (), "overwritten": []}
+    none = {"names": [], "left": (), "overwritten": []}
+    write_events(folder, {rank: [event("quantised", "ok", value=of)] for rank, of in enumerate((told, none))})
+    save_file(dict(given), folder / "rank0000" / "quantised.safetensors")
+    save_file({}, folder / "rank0001" / "quantised.safetensors")
+    records = [RankRecord(rank, folder / f"rank{rank:04}") for rank in range(2)]
+    expected: Any = SimpleNamespace(config=config, tensors=tensors)
+    case = Case(KIMI, expected, Observation(KIMI, records), None, claims)
+    return {rule: outcome for rule in RULES if rule != "QNT-008" for outcome in [JUDGES[rule](case)]}
+
+
+def test_what_is_packed_is_green_and_untested_where_it_is_not_claimed(tmp_path: Path) -> None:
+    assert all(not outcome.findings and not outcome.untested for outcome in in_int4(tmp_path).values())
+    not_claimed = in_int4(tmp_path, claims=CLAIMS).values()
+    assert {outcome.untested for outcome in not_claimed} == {"the target claims sends_int4=False"}
+
+
+@pytest.mark.parametrize(
+    ("end", "change", "rule", "says"),
+    [
+        ("_packed", lambda t: t.long(), "QNT-002", r"_packed: is int64 \[6, 3\]"),
+        ("_packed", lambda t: t.T.contiguous(), "QNT-002", r"is int32 \[3, 6\]"),
+        ("_packed", lambda t: t.roll(1, 0), "QNT-004", "beyond the rounding of INT4"),
+        ("_shape", lambda t: t.flip(0), "QNT-002", r"_shape: is int32 \[24, 6\]"),
+        ("_shape", lambda t: t.float(), "QNT-002", "_shape: is float32"),
+        ("_scale", lambda t: t[:, :1].contiguous(), "QNT-003", r"are bfloat16 \[6, 1\]"),
+        ("_scale", lambda t: t.double(), "QNT-003", "are float64"),
+        ("_scale", lambda t: t * 1.25, "QNT-004", "beyond the rounding of INT4"),
+        ("_scale", lambda t: t.masked_fill(t == t.max(), torch.nan), "QNT-004", "with scale nan"),
+        ("gate.weight", lambda t: t.nextafter(torch.tensor(2.0).bfloat16()), "QNT-005", "differ"),
+    ],
+)
+def test_what_is_packed_otherwise_is_told(
+    tmp_path: Path, end: str, change: Callable[[torch.Tensor], torch.Tensor], rule: str, says: str
+) -> None:
+    outcomes = in_int4(tmp_path, lambda pair: change(pair[1]) if pair[0].endswith(end) else pair[1])
+    found = {name: outcome.findings for name, outcome in outcomes.items() if outcome.findings}
+    assert found.keys() - {"QNT-006"} == {rule}
+    assert any(re.search(says, finding.message) for finding in found[rule]), found
+
+
+def test_a_scale_in_int4_that_is_larger_than_needed_is_told(tmp_path: Path) -> None:
+    def larger(pair: Named) -> torch.Tensor:
+        return pair[1] * 1.03 if pair[0].endswith("_scale") else pair[1]
+
+    found = in_int4(tmp_path, larger)["QNT-006"].findings
+    assert "scales are larger than needed, that of block [0, 0] 1.0" in found[0].message

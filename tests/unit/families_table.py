@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeref_conformance.contract.cells import Cell
+from moeref_conformance.contract.requests.int4 import FAMILIES
+from moeref_conformance.contract.requests.quantised import BLOCKS
 from moeref_conformance.plan.matrix import load
 from moeref_conformance.steps import quantised
 
@@ -39,7 +41,8 @@ def _also(cells: Sequence[Cell]) -> str:
         "bias updates": any(cell.bias_update for cell in cells),
         "loss masks": any(cell.loss_mask for cell in cells),
         "optimizer steps": any(cell.optimizer_step for cell in cells),
-        "FP8 blocks": any(quantised.asked(cell) for cell in cells),
+        "FP8 blocks": any(quantised.asked(cell) and cell.family in BLOCKS for cell in cells),
+        "INT4 groups": any(quantised.asked(cell) and cell.family in FAMILIES for cell in cells),
     }
     return ", ".join(name for name, judged in has.items() if judged)
 

@@ -208,6 +208,7 @@ def test_a_config_in_int4_is_read() -> None:
     inside["text_config"] = {**CONFIG["text_config"], "quantization_config": INT4}
     del inside["quantization_config"]
     assert families.read(inside) == families.read(CONFIG)
+    assert [*quantised(iter(()), inside)] == []
     assert read_int4_groups({"quantization_config": INT4}) == INT4Groups(8, tuple(INT4["ignore"]))
 
 

@@ -682,11 +682,11 @@ class Delta(Protocol):
 
 @runtime_checkable
 class Quantised(Protocol):
-    """Facet `quantised`: weights as an engine that serves FP8 in blocks loads them.
+    """Facet `quantised`: weights as an engine that serves FP8 in blocks, or INT4 in groups, loads them.
 
-    Asked in some bf16 cells, of all ranks, twice: of the cell's weights, by a config that names no modules; then of
-    other weights, which the kit has written over them in place, as an optimizer writes. The kit then loads the cell's
-    weights again.
+    Asked in some bf16 cells, of all ranks, twice: of the cell's weights, in FP8 by a config that names no modules; then
+    of other weights, which the kit has written over them in place, as an optimizer writes. The kit then loads the
+    cell's weights again. INT4 is asked of Kimi-K2.5, if the target claims `sends_int4`.
     """
 
     def stream(self, config: Path) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -699,6 +699,12 @@ class Quantised(Protocol):
         `scale_fmt` is ue8m0 in float8_e8m0fnu. Everything else, routers, norms, embedding and head among it, is what
         `Export.stream` gives. Tensors come in any order, on the ranks that `Claims.receivers` says; other ranks get
         None, or nothing.
+
+        For INT4 it says `quant_method` compressed-tensors and `format` pack-quantized, with `ignore` and a `group_size`
+        as published files have them. Each linear of a routed expert is three tensors: `weight_packed`, int32 [rows,
+        columns / 8], of eight numbers from -8 to 7 each, the first in the lowest four bits, each 8 more than it is;
+        `weight_scale`, bf16 [rows, columns / group_size], by which numbers are multiplied; `weight_shape`, [rows,
+        columns]. Numbers are those of the whole tensor, not of a rank's shard of it.
         """
 
 

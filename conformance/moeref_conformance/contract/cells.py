@@ -41,6 +41,7 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "optimizer_skips": (False, True),
     "order": ORDERS,
     "receivers": ("writer", "all", "share"),
+    "sends_int4": (False, True),
     "unmapped": ("exported", "built"),
 }
 #: What a microbatch is: one row of the tokens, two rows side by side [S, B], or three of unequal lengths packed (THD).
@@ -326,6 +327,7 @@ class Claims:
     optimizer_skips: bool = False  # `Optimizer.step` skips or refuses steps whose gradients are not finite
     order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it
     receivers: str = "writer"  # who `Export.stream` gives tensors to: the writer, all ranks, or each rank a share
+    sends_int4: bool = False  # `Quantised` gives experts in INT4 of families that are published so
     unmapped: str = "exported"  # a parameter that no table knows is refused on export, or as the model is `built`
     #: The most of a number or flag of the layout or the cell, for all families or one of those claimed:
     #: {"vpp": 1, "qwen3_next.cp": 1, "mixtral.tied": 0}. LIMITED has the names; with `rows` of 2 no samples are packed.

@@ -1,4 +1,4 @@
-"""QNT: what an engine in FP8 blocks is sent, against the weights and the config that it was asked for."""
+"""QNT: what an engine in FP8 blocks or INT4 groups is sent, against the weights and the config that ask for it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.requests import int4
 from moeref_conformance.contract.requests import quantised as request
 from moeref_conformance.diagnosis.compare import compare, dtype_name
-from moeref_conformance.judges import Case, judges
+from moeref_conformance.judges import Case, Untested, judges
 from moeref_conformance.judges.common import (
     changed,
     expected,
@@ -24,16 +25,14 @@ from moeref_conformance.judges.common import (
     receivers,
     values,
 )
-from moeref_conformance.oracles import quantised as oracle
+from moeref_conformance.oracles.quantised_forms import Form, Kind, form
 
-SCALES = request.SCALES
-FP8 = torch.float8_e4m3fn
-#: Dtypes of scales in published files, DeepSeek's and Qwen's; and of nothing but powers of two, where these are asked
-#: for. By name: torch 2.6 has no such dtype.
-SCALE_DTYPES = ("float32", "bfloat16")
-POWERS = "float8_e8m0fnu"
 #: A scale in bf16 is up to this much larger than its block needs.
 ROUNDED = 1 + 2.0**-7
+
+
+def _is(tensor: torch.Tensor, kind: Kind) -> bool:
+    return dtype_name(tensor.dtype) in kind[0] and list(tensor.shape) == kind[1]
 
 
 @dataclass(frozen=True)
@@ -44,26 +43,31 @@ class _Sent:
     names: list[str]
     tensors: dict[str, torch.Tensor]
     want: dict[str, torch.Tensor]
+    form: Form
     quantised: frozenset[str]
-    block: tuple[int, int]
-    #: The config asks for scales that are powers of two.
-    powers: bool
     #: Those that held other values when the stream had ended, of a target that claims that they last.
     overwritten: list[str]
 
-    def may_be(self, scales: torch.Tensor) -> bool:
-        """Whether scales have a dtype that they may have."""
-        return dtype_name(scales.dtype) in (*SCALE_DTYPES, *([POWERS] if self.powers else []))
-
     def pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Name, weight and scales of what is quantised and there, in their shapes and dtypes."""
+        """Name, numbers and scales of what is quantised and there, in their shapes and dtypes."""
         for name in sorted(self.quantised):
-            weight, scales = self.tensors.get(name), self.tensors.get(name + SCALES)
-            if weight is None or scales is None or weight.dtype != FP8 or not self.may_be(scales):
+            numbers, scales = (self.tensors.get(name + end) for end in (self.form.numbers, self.form.scales))
+            if numbers is None or scales is None:
                 continue
-            want = self.want[name]
-            if weight.shape == want.shape and list(scales.shape) == oracle.grid(want.shape, self.block):
-                yield name, weight, scales
+            shape = self.want[name].shape
+            if _is(numbers, self.form.of_numbers(shape)) and _is(scales, self.form.of_scales(shape)):
+                yield name, numbers, scales
+
+    def expected(self) -> set[str]:
+        """The names of the tensors that files have."""
+        ends = [self.form.numbers, self.form.scales, *([self.form.shape] if self.form.shape else [])]
+        return {*(self.want.keys() - self.quantised), *(name + end for name in self.quantised for end in ends)}
+
+
+def _check_claimed(case: Case) -> None:
+    """Raise `Untested` where the form that a cell asks for is not claimed."""
+    if case.cell.family in int4.FAMILIES and not case.claims.sends_int4:
+        raise Untested("the target claims sends_int4=False")
 
 
 @once
@@ -72,20 +76,16 @@ def _sent(case: Case) -> list[_Sent]:
     given = receivers(case, "quantised", lambda value: bool(value["names"]))
     if not any(record.value("quantised")["names"] for ranks in given for record in ranks):
         return []
-    block, lasts = request.BLOCKS[case.cell.family], case.claims.lasts == "stream"
-    want = request.weights(expected(case).tensors, block)
-    asked = request.config(expected(case).config)
-    quantised = frozenset(oracle.quantised(asked, want))
-    powers = asked["quantization_config"].get("scale_fmt") == "ue8m0"
+    want = request.weights(expected(case).tensors, request.block(case.cell.family))
+    asked, lasts = form(case.cell.family, expected(case).config), case.claims.lasts == "stream"
     return [
         _Sent(
             rank=ranks[0].rank,
             names=[name for record in ranks for name in record.value("quantised")["names"]],
             tensors={name: tensor for record in ranks for name, tensor in record.tensors("quantised").items()},
             want=want,
-            quantised=quantised,
-            block=block,
-            powers=powers,
+            form=asked,
+            quantised=asked.quantised(want),
             overwritten=[name for record in ranks if lasts for name in record.value("quantised")["overwritten"]],
         )
         for ranks in given
@@ -101,6 +101,7 @@ def _of_sent(judge: Callable[[Case, list[_Sent]], Outcome | Iterable[Finding]]) 
 
     @functools.wraps(judge)
     def judged(case: Case) -> Any:
+        _check_claimed(case)
         if missing := missing_records(case, "quantised"):
             return missing
         if not (sent := _sent(case)):
@@ -126,28 +127,38 @@ def _per_receiver(judge: Callable[[Case, _Sent], Iterator[Finding]]) -> Callable
 @judges("QNT-001")
 @_per_receiver
 def every_tensor_once_with_its_scales(case: Case, sent: _Sent) -> Iterator[Finding]:
-    """Names against those of the checkpoint, with one of scales for every quantised weight; what was overwritten."""
-    want, times = {*sent.want, *(name + SCALES for name in sent.quantised)}, Counter(sent.names)
+    """Names against those of the files, with scales of every quantised weight; what was overwritten."""
+    want, times = sent.expected(), Counter(sent.names)
     for name in sorted(want - times.keys()):
         yield _found(case, sent, "was never sent", name)
     for name in sorted(times):
         if name not in want:
-            yield _found(case, sent, "is not in the FP8 checkpoint", name)
+            yield _found(case, sent, f"is not in the {sent.form.name} checkpoint", name)
         elif times[name] > 1:
             yield _found(case, sent, f"was sent {times[name]} times", name)
     for name in sent.overwritten:
         yield _found(case, sent, "held other values at the end of the stream than when it was given", name)
 
 
+def _unlike(case: Case, sent: _Sent, name: str, end: str, kind: Kind, what: str) -> Iterator[Finding]:
+    """A finding if the tensor of a weight whose name ends so is there and not of this kind."""
+    got = sent.tensors.get(name + end)
+    if got is not None and not _is(got, kind):
+        what += f"{dtype_name(got.dtype)} {list(got.shape)}"
+        yield _found(case, sent, what, name + end, expected=f"{kind[0][0]} {kind[1]}", got=what)
+
+
 @judges("QNT-002")
 @_per_receiver
-def weights_in_fp8(case: Case, sent: _Sent) -> Iterator[Finding]:
-    """Shape and dtype of the weights that are quantised."""
-    for name in sorted(sent.quantised & sent.tensors.keys()):
-        got, right = sent.tensors[name], [FP8, list(sent.want[name].shape)]
-        if [got.dtype, list(got.shape)] != right:
-            what = f"is {dtype_name(got.dtype)} {list(got.shape)}"
-            yield _found(case, sent, what, name, expected=f"{dtype_name(FP8)} {right[1]}", got=what)
+def numbers_in_the_format(case: Case, sent: _Sent) -> Iterator[Finding]:
+    """Shape and dtype of the weights that are quantised; in INT4 the shape that is sent with them."""
+    for name in sorted(sent.quantised):
+        shape = sent.want[name].shape
+        yield from _unlike(case, sent, name, sent.form.numbers, sent.form.of_numbers(shape), "is ")
+        told = sent.tensors.get(name + sent.form.shape) if sent.form.shape else None
+        if told is not None and (told.is_floating_point() or told.tolist() != list(shape)):
+            what = f"is {dtype_name(told.dtype)} {told.tolist()}"
+            yield _found(case, sent, what, f"{name}{sent.form.shape}", expected=f"int32 {list(shape)}", got=what)
 
 
 @judges("QNT-003")
@@ -155,25 +166,24 @@ def weights_in_fp8(case: Case, sent: _Sent) -> Iterator[Finding]:
 def a_scale_for_each_block(case: Case, sent: _Sent) -> Iterator[Finding]:
     """Shape and dtype of the scales that are there."""
     for name in sorted(sent.quantised):
-        got, right = sent.tensors.get(name + SCALES), oracle.grid(sent.want[name].shape, sent.block)
-        if got is not None and (not sent.may_be(got) or list(got.shape) != right):
-            what = f"the scales of {list(sent.want[name].shape)} are {dtype_name(got.dtype)} {list(got.shape)}"
-            yield _found(case, sent, what, name, expected=f"float32 {right}", got=what)
+        shape = sent.want[name].shape
+        what = f"the scales of {list(shape)} are "
+        yield from _unlike(case, sent, name, sent.form.scales, sent.form.of_scales(shape), what)
 
 
 @judges("QNT-004")
 @_of_sent
 def weights_within_the_rounding(case: Case, sent: list[_Sent]) -> Outcome:
-    """Weights times scales against the weights that were loaded, element by element."""
+    """Numbers times scales against the weights that were loaded, element by element."""
     findings, worst = [], 0.0
-    for one, name, weight, scales in ((each, *pair) for each in sent for pair in each.pairs()):
-        want, made = one.want[name].float(), oracle.dequantised(weight, scales, one.block)
-        limit = oracle.limits(want, one.block)
+    for one, name, numbers, scales in ((each, *pair) for each in sent for pair in each.pairs()):
+        want = one.want[name].float()
+        made, limit = one.form.weight(numbers, scales, want.shape), one.form.limits(want)
         off = torch.nan_to_num((made - want).abs(), nan=torch.inf)
         if bool((off > limit).any()):
             first = tuple(int(i) for i in (off > limit).nonzero()[0])
-            block = [at // size for at, size in zip(first, one.block, strict=True)]
-            text = f"{int((off > limit).sum())} of {off.numel()} elements are beyond the rounding of e4m3"
+            block = [at // size for at, size in zip(first, one.form.block, strict=True)]
+            text = f"{int((off > limit).sum())} of {off.numel()} elements are beyond {one.form.rounding}"
             message = f"{text}, first at {list(first)}, in block {block} with scale {float(scales[tuple(block)]):.3g}"
             right, got = float(want[first]), float(made[first])
             findings.append(_found(case, one, message, name, expected=right, got=got))
@@ -194,11 +204,10 @@ def the_rest_as_it_is(case: Case, sent: _Sent) -> Iterator[Finding]:
 @judges("QNT-006")
 @_per_receiver
 def scales_that_fit(case: Case, sent: _Sent) -> Iterator[Finding]:
-    """Scales against the largest magnitude of their block / 448, or the next power of two; of zeros any is right."""
+    """Scales against the largest magnitude of their block / 448, or the next power of two, or in INT4 / 7; of zeros any
+    is right."""
     for name, _, scales in sent.pairs():
-        right = oracle.largest(sent.want[name], sent.block) / oracle.LARGEST
-        right = oracle.next_power(right) if sent.powers else right
-        found = scales.float()
+        right, found = sent.form.needed(sent.want[name]), scales.float()
         problems = {"larger than needed": ~(found <= right * ROUNDED), "below 0": found < 0}
         for problem, everywhere in problems.items():
             wrong = (right > 0) & everywhere
@@ -213,7 +222,7 @@ def scales_that_fit(case: Case, sent: _Sent) -> Iterator[Finding]:
 @_per_receiver
 def powers_of_two_where_asked(case: Case, sent: _Sent) -> Iterator[Finding]:
     """Scales against the powers of two."""
-    for name, _, scales in sent.pairs() if sent.powers else ():
+    for name, _, scales in sent.pairs() if sent.form.powers else ():
         wrong = torch.frexp(scales.float()).mantissa != 0.5
         if bool(wrong.any()):
             at = tuple(int(i) for i in wrong.nonzero()[0])
@@ -225,7 +234,9 @@ def powers_of_two_where_asked(case: Case, sent: _Sent) -> Iterator[Finding]:
 
 @judges("QNT-007")
 def training_goes_on(case: Case) -> Iterator[Finding]:
-    """What a stream in FP8 has changed beside it, by kind."""
+    """What a quantised stream has changed beside it, by kind."""
+    _check_claimed(case)
     yield from missing_records(case, "quantised")
+    stream = f"stream in {form(case.cell.family, expected(case).config).name}"
     for rank, value in values(case, "quantised"):
-        yield from changed(case, rank, "quantised", "stream in FP8", value["left"])
+        yield from changed(case, rank, "quantised", stream, value["left"])

@@ -22,8 +22,8 @@ from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.contract.hf_files import INDEX
 from moeref_conformance.contract.published_models import TINY, TINY_SEED
+from moeref_conformance.contract.requests import int4 as int4_request
 from moeref_conformance.contract.requests import quantised as request
-from moeref_conformance.contract.requests.int4 import SCALE
 from moeref_conformance.oracles import (
     beside_vision,
     expert_tensors,
@@ -229,10 +229,10 @@ def _in_int4(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
     if cell.family not in ("deepseek_v3", "kimi_k25") or made != ("bfloat16", "per_expert", "off", False, 0):
         raise ValueError(f"cell {cell.id}: experts in INT4 have a recipe for deepseek_v3 and kimi_k25 in bf16 alone")
     model = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(int4.config(model), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(int4_request.config(model), indent=2) + "\n")
     for file in folder.glob("*.safetensors"):
         save_file(int4.stored(load_file(file)), file, metadata={"format": "pt"})
-    _part(folder, lambda name: name.endswith(f".weight{SCALE}"))
+    _part(folder, lambda name: name.endswith(f".weight{int4_request.SCALE}"))
     prefix = beside_vision.prefix(cell.family)
     return {prefix + name: of for name, of in int4.loaded(read_checkpoint(folder)).items()}
 

@@ -1,4 +1,6 @@
-"""Checkpoints in INT4 as compressed-tensors packs it, number by number. Scales are drawn, so that every group tells.
+"""INT4 as compressed-tensors packs it, number by number: checkpoints, and what is within the rounding of what is sent.
+
+Scales of checkpoints are drawn, so that every group tells.
 
 The format: `weight_packed` has eight numbers of a row in each int32, number i in bits 4i to 4i + 3, as number + 8;
 `weight_scale` has one scale in bf16 for each group of a row's columns; `weight_shape` is [rows, columns]. Sources: the
@@ -9,8 +11,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -18,44 +19,12 @@ from moeref_conformance.contract.requests.int4 import GROUP, PACKED, SCALE, SHAP
 
 #: Scales are drawn between this number and twice as much: some weights are beyond what INT4 holds, and become 7 or -8.
 LEAST = 2.0**-5
-_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.\d+\.\w+_proj\.weight")
-#: As Kimi-K2.5's config says it, but for the size of a group.
-_CONFIG: dict[str, Any] = {
-    "config_groups": {
-        "group_0": {
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": GROUP,
-                "num_bits": 4,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "strategy": "group",
-                "symmetric": True,
-                "type": "int",
-            },
-        }
-    },
-    "format": "pack-quantized",
-    "ignore": [
-        "lm_head",
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-    ],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-}
-
-
-def config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a model that is published in INT4."""
-    return {**model, "quantization_config": _CONFIG}
+#: The greatest number. Scales are the largest magnitude of a group / 7; compressed-tensors' own are / 7.5, where the
+#: half of a scale that a 7 is then short of is less than half of the other scale.
+GREATEST = 7
+#: Of the largest magnitude of a group, for quotients and scales that are rounded to bf16 before.
+SLACK = 2.0**-7
+_EXPERT = re.compile(r"(language_model\.)?model\.layers\.\d+\.mlp\.experts\.\d+\.\w+_proj\.weight")
 
 
 def stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -77,9 +46,30 @@ def loaded(files: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     made = {name: of for name, of in files.items() if not name.endswith((PACKED, SCALE, SHAPE))}
     for name in (name.removesuffix(PACKED) for name in files if name.endswith(PACKED)):
         rows, columns = files[name + SHAPE].tolist()
-        numbers = torch.tensor([numbers_of(words, columns) for words in files[name + PACKED].tolist()])
-        made[name] = (numbers.float() * _spread(files[name + SCALE], columns)).bfloat16().view(rows, columns)
+        weight = dequantised(files[name + PACKED], files[name + SCALE], (rows, columns))
+        made[name] = weight.bfloat16().view(rows, columns)
     return dict(sorted(made.items()))
+
+
+def quantised(names: Iterable[str]) -> list[str]:
+    """The names of the weights that are packed."""
+    return [name for name in names if _EXPERT.fullmatch(name)]
+
+
+def dequantised(words: torch.Tensor, scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The products of numbers and the scales of their groups, in fp32."""
+    numbers = torch.tensor([numbers_of(row, shape[1]) for row in words.tolist()])
+    return numbers.float() * _spread(scales, shape[1])
+
+
+def largest(weight: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each group [rows, groups], in fp32."""
+    return torch.stack([part.abs().amax(1) for part in torch.split(weight.float(), GROUP, 1)], 1)
+
+
+def limits(weight: torch.Tensor) -> torch.Tensor:
+    """How far each element may be off: half of a scale."""
+    return _spread(largest(weight) * (0.5 / GREATEST + SLACK), weight.shape[1])
 
 
 def packed(numbers: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ def quantised(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) ->
     return [name for name, module in modules.items() if _LINEAR.fullmatch(module) and not stays(module)]
 
 
-def grid(shape: torch.Size, block: tuple[int, int]) -> list[int]:
+def grid(shape: Sequence[int], block: tuple[int, int]) -> list[int]:
     """Blocks of a matrix, from top to bottom and from left to right, those at the ends included."""
     return [math.ceil(size / of) for size, of in zip(shape, block, strict=True)]
 

@@ -39,7 +39,7 @@ from moeref_conformance.contract.api import (
     Turn,
     World,
 )
-from moeref_conformance.selftest import plain_fp8
+from moeref_conformance.selftest import plain_fp8, plain_int4
 from moeref_conformance.selftest.border import (
     Pair,
     checkpoint,
@@ -94,6 +94,15 @@ class _Bf16Scales(plain_fp8.Quantiser):
 
     def ordered(self, stream: Iterable[plain_fp8.Named]) -> Iterable[plain_fp8.Named]:
         return sorted(stream, key=lambda pair: not pair[0].endswith("weight_scale_inv"))
+
+
+class _Sevens(plain_int4.Packer):
+    """Half of all sixteen numbers is what the largest magnitude is divided by, as its observer does."""
+
+    divisor = 7.5
+
+    def shape(self, tensor: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return super().shape(tensor, words).long()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1349,6 +1358,12 @@ _DESIGNS = (
         why="a power of two is its exponent, which kernels for scale_fmt ue8m0 take as it is",
         cell=cell("deepseek_v3", "one", layers=3, dtype="bfloat16"),
         wrap=plain_fp8.design(_E8M0),
+    ),
+    Benign(
+        id="int4-as-compressed-tensors-makes-it",
+        why="its scales are the largest magnitude / 7.5 in the weight's dtype, and its shapes int64",
+        cell=cell("kimi_k25", "tp2", dtype="bfloat16"),
+        wrap=plain_fp8.design(_Sevens),
     ),
     Benign(
         id="optimizer-made-by-its-first-step",

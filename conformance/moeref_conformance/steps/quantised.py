@@ -1,4 +1,4 @@
-"""Facet `quantised`: weights whose blocks differ a thousandfold are sent in FP8, after those of the cell.
+"""Facet `quantised`: weights whose blocks differ a thousandfold are sent in FP8 or INT4, after those of the cell.
 
 They are loaded, and again written over those of the cell, as an optimizer writes. Then those of the cell are loaded.
 """
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from moeref_conformance.contract.api import Cell, Quantised
+from moeref_conformance.contract.api import Cell, Claims, Quantised
 from moeref_conformance.contract.hf_files import weight_files
 from moeref_conformance.contract.records import free_key
+from moeref_conformance.contract.requests import int4
 from moeref_conformance.contract.requests import quantised as request
 from moeref_conformance.steps.bystanders import changed, in_training, state
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
@@ -23,12 +24,17 @@ from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
 
 
 def asked(cell: Cell) -> bool:
-    """Whether a cell is asked: in bf16, of families that are published in FP8 blocks, and not again under replay.
+    """Whether a cell is asked: in bf16, of families that are published in FP8 or INT4, and not again under replay.
 
-    FP8 files have a tensor and scales of each expert, as checkpoints have them that are not fused.
+    Such files have a tensor and scales of each expert, as checkpoints have them that are not fused.
     """
-    published = cell.family in request.BLOCKS and cell.expert_format == "per_expert"
+    published = cell.family in (*request.BLOCKS, *int4.FAMILIES) and cell.expert_format == "per_expert"
     return published and cell.dtype == "bfloat16" and cell.replay == "off" and not cell.quantised_checkpoint
+
+
+def claimed(claims: Claims, cell: Cell) -> bool:
+    """Whether a target claims the form that a cell asks for."""
+    return claims.sends_int4 or cell.family not in int4.FAMILIES
 
 
 def sent(quantised: Quantised, context: Context) -> dict[str, list[Any]]:
@@ -63,19 +69,19 @@ def sent(quantised: Quantised, context: Context) -> dict[str, list[Any]]:
 
 
 def _written(context: Context, folder: Path) -> tuple[Path, Path, Path]:
-    """Folders of a checkpoint with the changed weights, in one file, and of two configs that ask for FP8.
+    """Folders of a checkpoint with the changed weights, in one file, and of two configs that ask for them quantised.
 
-    The second names no modules that stay as they are.
+    In FP8 the second names no modules that stay as they are.
     """
-    checkpoint, block = context.input("checkpoint"), request.BLOCKS[context.cell.family]
+    checkpoint, family = context.input("checkpoint"), context.cell.family
     tensors = {name: tensor for file in weight_files(checkpoint) for name, tensor in load_file(file).items()}
     model = json.loads((checkpoint / "config.json").read_text())
-    configs = {"checkpoint": model, "config": request.config(model), "before": request.config(model, listed=False)}
-    for name, config in configs.items():
+    asked = {name: request.asked(family, model, listed) for name, listed in {"config": True, "before": False}.items()}
+    for name, config in {"checkpoint": model, **asked}.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
     weights = folder / "checkpoint"
-    save_file(request.weights(tensors, block), weights / "model.safetensors", metadata={"format": "pt"})
+    save_file(request.weights(tensors, request.block(family)), weights / "model.safetensors", metadata={"format": "pt"})
     return weights, folder / "config", folder / "before"
 
 
@@ -84,5 +90,6 @@ FACET = Facet(
     protocol=Quantised,
     needs=frozenset({"export"}),
     asked_in=asked,
+    claimed=claimed,
     steps=(Step(name="quantised", ask=sent, stage=Stage.LOADED),),
 )

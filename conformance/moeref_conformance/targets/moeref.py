@@ -713,6 +713,7 @@ class MoerefTarget:
         optimizer_reference=True,
         optimizer_saves=True,
         optimizer_schedules=True,
+        sends_int4=True,
         optimizer_settings=True,
         optimizer_skips=True,
         adapter_modules=frozenset(ADAPTER_MODULES),

@@ -1,4 +1,4 @@
-"""Weights that the facet `quantised` sends in FP8 blocks, and the config that asks for it."""
+"""Weights that the facet `quantised` sends in FP8 blocks or INT4 groups, and the config that asks for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from moeref_conformance.contract.requests import int4
 
 Block = tuple[int, int]
 #: The end of the name of a weight's scales.
@@ -51,6 +53,16 @@ _OTHERS = {
     "qwen3_5_moe_text": ("model.embed_tokens", "model.layers.0.linear_attn.out_proj"),
     "qwen3_next": ("mtp.fc", "mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert_gate"),
 }
+
+
+def asked(family: str, model: Mapping[str, Any], listed: bool = True) -> dict[str, Any]:
+    """The config of a model in the form that its family is sent in; `listed`: FP8's names modules that stay."""
+    return int4.config(model) if family in int4.FAMILIES else config(model, listed)
+
+
+def block(family: str) -> Block:
+    """Rows and columns that have a scale."""
+    return (1, int4.GROUP) if family in int4.FAMILIES else BLOCKS[family]
 
 
 def config(model: Mapping[str, Any], listed: bool = True, powers: bool = True) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from moeref_conformance.selftest.faults import (
     gradients,
     hybrid,
     int4_checkpoint,
+    int4_sent,
     loading,
     logprobs,
     masks,
@@ -45,7 +46,7 @@ from moeref_conformance.selftest.faults.base import Fault
 
 MODULES = (
     *(names, loading, around, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream),
-    *(mtp, masks, balancing, logprobs, policy, fp8_checkpoint, int4_checkpoint),
+    *(mtp, masks, balancing, logprobs, policy, fp8_checkpoint, int4_checkpoint, int4_sent),
     *(roles, seeds, config, gpt_oss, hybrid, sparse, static, routes, capture, replay, dispatch, delta, quantised),
     *(optimizer, not_finite, adapters, sync),
 )

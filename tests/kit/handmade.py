@@ -127,6 +127,7 @@ def write_run(cell: Cell, expected: Expected, folder: Path) -> Path:
             error = {"type": "ValueError", "message": f"no place for {name}", "traceback": ""}
             lines.append({"step": step, "phase": "raised", "at": 20.0, "seconds": 0.0, "error": error})
         lines.append({"step": "around_loads", "phase": "ok", "at": 25.0, "seconds": 0.0, "value": {}})
+        lines.append({"step": "settings", "phase": "ok", "at": 28.0, "seconds": 0.0, "value": []})
         lines.append({"step": "close", "phase": "ok", "at": 30.0, "seconds": 0.0, "value": False})
         (here / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         save_file(shards, here / "shards.safetensors")

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 pytestmark = pytest.mark.cpu
 DOWN = "model.layers.2.mlp.experts.13.down_proj.weight"
 GATE = "model.layers.2.mlp.experts.13.gate_proj.weight"
+DTYPE = "torch.get_default_dtype()"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 CLAIMS = Claims(facets=frozenset(FACETS), families=frozenset({MANY.family}), backends=frozenset({MANY.backend}))
 FC1 = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
@@ -373,6 +374,11 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         stream(0, "kept", lambda v: v["overwritten"].append(DOWN)),
         f"{DOWN} held other values at the end",
     ),
+    "left in another dtype": (
+        "RUN-004",
+        stream(0, "settings", lambda v: v.append(["load", DTYPE, "torch.float32", "torch.bfloat16"])),
+        "step load left torch.get_default_dtype() at torch.bfloat16, which was torch.float32",
+    ),
     "left in another mode": (
         "EXP-014",
         stream(0, "left", lambda v: v.append(["training mode", "0:decoder"])),
@@ -461,6 +467,8 @@ def test_a_rank_that_fails_is_one_finding_and_what_it_left_out_is_untested(run: 
     # What it did record tells why, where it does.
     run.value(1, "topology", lambda value: value | {"tp": 9})
     assert any("tp rank is 9" in f.message for f in judge(run, "TOP-001"))
+    run.value(0, "settings", lambda rows: rows.append(["topology", DTYPE, "torch.float32", "torch.bfloat16"]))
+    assert [(f.rank, f.stage) for f in judge(run, "RUN-004")] == [(0, "topology")]
 
 
 def test_a_rank_that_fails_at_once_has_no_place_in_the_groups(run: Run) -> None:

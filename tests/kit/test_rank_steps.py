@@ -100,7 +100,7 @@ def test_all_steps_in_order(inputs: dict[str, str], tmp_path: Path) -> None:
         *("open", "topology", "names", "inventory", "begun", "load", "shards", "plan", "export", "left", "forward"),
         "around_forward",
         *("change", "broken_off", "export_changed", "kept", "move", "own", "refuse_parameter", "refuse_buffer"),
-        *("refuse_extra", "refuse_missing", "refuse_unlike", "around_loads", "close"),
+        *("refuse_extra", "refuse_missing", "refuse_unlike", "around_loads", "settings", "close"),
     ]
     assert record.value("topology") is None
     assert record.value("names")[0]["hf"] == ["w"]
@@ -119,6 +119,7 @@ def test_all_steps_in_order(inputs: dict[str, str], tmp_path: Path) -> None:
         assert torch.equal(record.tensors("export_changed")[name], tensor * -0.5)
     assert record.tensors("forward")["logits"].shape == (2, 3, 3)
     assert record.value("kept") == {"overwritten": [], "left": []}
+    assert record.value("settings") == []
     assert record.value("own") == {
         "changed": [],
         "later": [],
@@ -208,6 +209,39 @@ class Permissive(Toy):
         tensors = read_checkpoint(checkpoint)
         for name, tensor in self.held().items():
             tensor.data.copy_(tensors.get(name, torch.zeros(())))
+
+
+class Leaving(Toy):
+    """Leaves settings of torch otherwise than it found them."""
+
+    @contextmanager
+    def open(self, cell: Cell, world: World) -> Iterator[Any]:
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.bfloat16)
+        yield self
+
+    def table(self, rank: int) -> list[NameRow]:
+        torch.set_default_dtype(torch.float32)
+        return super().table(rank)
+
+    def load(self, checkpoint: Path) -> None:
+        torch.set_default_device("meta")
+        try:
+            super().load(checkpoint)
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float64)
+
+    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        torch.set_autocast_enabled("cpu", True)
+        return super().logits(tokens_BS)
+
+
+class LeavingBroken(Leaving):
+    """The same, and fails in the middle of the export."""
+
+    def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        raise RuntimeError("connection lost")
 
 
 class Broken(Toy):
@@ -324,6 +358,35 @@ def test_nothing_refused_is_on_record(inputs: dict[str, str], tmp_path: Path) ->
     for step in ("refuse_parameter", "refuse_extra", "refuse_missing", "refuse_unlike"):
         assert record.has(step)
         assert record.error(step) is None
+
+
+@pytest.fixture
+def own_settings() -> Iterator[None]:
+    """Settings of torch are put back after the test."""
+    yield
+    torch.set_grad_enabled(True)
+    torch.set_autocast_enabled("cpu", False)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+DTYPE = "torch.get_default_dtype()"
+OPENED = ["open", DTYPE, "torch.float32", "torch.bfloat16"]
+LOADED = ["load", DTYPE, "torch.float32", "torch.float64"]
+
+
+@pytest.mark.usefixtures("own_settings")
+def test_settings_that_steps_leave_are_told_with_the_step(inputs: dict[str, str], tmp_path: Path) -> None:
+    """A session may begin without gradients; that a step puts back what it was made with is nothing."""
+    cast = ["forward", "torch.is_autocast_enabled('cpu')", "False", "True"]
+    assert recorded(Leaving(), inputs, tmp_path).value("settings") == [OPENED, LOADED, cast]
+
+
+@pytest.mark.usefixtures("own_settings")
+def test_settings_are_told_of_a_rank_that_raised_later(inputs: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(StepRaised, match="step export"):
+        recorded(LeavingBroken(), inputs, tmp_path)
+    assert RankRecord(0, tmp_path / "rank0000").value("settings") == [OPENED, LOADED]
 
 
 def test_an_error_ends_the_rank_and_tells_the_step(inputs: dict[str, str], tmp_path: Path) -> None:

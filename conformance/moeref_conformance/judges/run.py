@@ -58,6 +58,25 @@ def inputs_are_left_alone(case: Case) -> list[Finding]:
     return [finding(case, None, "inputs", f"the target wrote to its inputs: {what}") for what in run.written]
 
 
+@judges("RUN-004")
+def settings_are_left_alone(case: Case) -> list[Finding]:
+    """What steps have left otherwise, also of a rank that raised later, perhaps because of it."""
+    found = [
+        finding(
+            case,
+            rank,
+            step,
+            f"step {step} left {setting} at {after}, which was {before}",
+            expected=before,
+            got=after,
+            diagnosis=f"not as before step {step}: {setting}",
+        )
+        for rank, rows in values(case, "settings")
+        for step, setting, before, after in rows
+    ]
+    return found or missing_records(case, "settings")
+
+
 @judges("TOP-001")
 def groups_are_megatrons(case: Case) -> list[Finding]:
     """Coordinates and members of every group, against RankGenerator."""

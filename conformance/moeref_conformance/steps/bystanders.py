@@ -14,6 +14,7 @@ import xxhash
 from numpy import random as numpy_random  # here, and so once for all ranks: numpy imports it late
 
 from moeref_conformance.steps.config import configs
+from moeref_conformance.steps.settings import of_torch
 from moeref_conformance.steps.tensors import copied
 
 T = TypeVar("T")
@@ -160,9 +161,7 @@ def _generators() -> Iterator[tuple[tuple[str, str], str]]:
 
 def _settings() -> Iterator[tuple[tuple[str, str], str]]:
     """The settings of torch that hold for all later code, and where Megatron says that this rank is."""
-    yield ("setting", "torch.is_grad_enabled()"), str(torch.is_grad_enabled())
-    yield ("setting", "torch.get_default_dtype()"), str(torch.get_default_dtype())
-    yield ("setting", "torch.get_default_device()"), str(torch.get_default_device())
+    yield from ((("setting", name), value) for name, value in of_torch().items())
     yield ("setting", "torch.get_float32_matmul_precision()"), _precision()
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():

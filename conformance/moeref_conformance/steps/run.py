@@ -18,6 +18,7 @@ from moeref_conformance.contract.api import Cell, Session, Target, World, to_pla
 from moeref_conformance.contract.records import EVENTS, error_record, event
 from moeref_conformance.contract.texts import cut
 from moeref_conformance.steps.facet import Context, rank_steps
+from moeref_conformance.steps.settings import Settings
 from moeref_conformance.steps.tensors import copied
 
 T = TypeVar("T")
@@ -95,9 +96,10 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
     `inputs` gives the folders `hf_config`, `checkpoint`, `checkpoint_extra`, `checkpoint_missing` and
     `checkpoint_unlike`, the file `tokens`, and in replay mode R3 the file `routes`.
     """
-    log, meeting = Log(record_dir), Meeting(world)
+    log, meeting, settings = Log(record_dir), Meeting(world), Settings()
     opened = ExitStack()
     session = cast(Session, log.step("open", lambda: opened.enter_context(target.open(cell, world)), recorded=False))
+    settings.opened()
     context = Context(
         rank=world.rank,
         cell=cell,
@@ -111,10 +113,14 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
     )
     try:
         for facet, step in rank_steps(target.claims, cell):
-            log.step(step.name, partial(step.take, facet, context), refusal=step.refusal)
+            take = partial(step.take, facet, context)
+            log.step(step.name, partial(settings.around, step.name, take), refusal=step.refusal)
             if step.refusal:
                 meeting.wait(step.name)
+        log.step("settings", lambda: settings.left)
     except BaseException as error:
+        if settings.left:
+            log.write("settings", "ok", time.time(), value=settings.left)
         # The outcome is already on record; a second error on the way out must not hide it.
         try:
             opened.__exit__(type(error), error, error.__traceback__)

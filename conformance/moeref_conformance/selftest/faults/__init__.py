@@ -36,6 +36,7 @@ from moeref_conformance.selftest.faults import (
     roles,
     routes,
     seeds,
+    settings,
     sparse,
     static,
     steps,
@@ -48,7 +49,7 @@ MODULES = (
     *(names, loading, around, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream),
     *(mtp, masks, balancing, logprobs, policy, fp8_checkpoint, int4_checkpoint, int4_sent),
     *(roles, seeds, config, gpt_oss, hybrid, sparse, static, routes, capture, replay, dispatch, delta, quantised),
-    *(optimizer, not_finite, adapters, sync),
+    *(optimizer, not_finite, adapters, sync, settings),
 )
 FAULTS: dict[str, Fault] = {fault.id: fault for module in MODULES for fault in module.FAULTS}
 

@@ -17,7 +17,7 @@ from moeref_conformance.selftest.faults.base import Fault, cell
 Act = Callable[[list[torch.nn.Module]], object]
 
 
-def _behind(name: str, method: str, act: Act) -> border.Change:
+def behind(name: str, method: str, act: Act) -> border.Change:
     """A fault's `wrap` that acts on the chunks after each call of a facet's method."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
@@ -87,7 +87,7 @@ def _amid(name: str, bug: str, rule: str, act: Act, says: str, layout: str = "pp
         bug=bug,
         rules=(rule,),
         cell=cell("qwen3_moe", layout),
-        wrap=_behind(*facet_of[rule], act),
+        wrap=behind(*facet_of[rule], act),
         says=f"changed the {says}",
     )
 
@@ -152,7 +152,7 @@ FAULTS = (
         rules=("LOD-007",),
         also=("GRD-001",),
         cell=cell("qwen3_moe", "one"),
-        wrap=_behind("export", "load", _frozen),
+        wrap=behind("export", "load", _frozen),
         one_rank=True,
         says="the load of checkpoint changed the requires_grad",
     ),
@@ -161,7 +161,7 @@ FAULTS = (
         bug="speculators#593 in kind: what is loaded into is trained again, also what was frozen",
         rules=("LOD-007",),
         cell=cell("qwen3_moe", "one"),
-        wrap=_behind("export", "load", _trained),
+        wrap=behind("export", "load", _trained),
         one_rank=True,
         says="the load of checkpoint once more changed the requires_grad",
     ),
@@ -170,7 +170,7 @@ FAULTS = (
         bug="Megatron-Bridge#449 in kind: a load sets sizes that are another world's, and leaves them",
         rules=("LOD-007",),
         cell=cell("qwen3_moe", "one"),
-        wrap=_behind("export", "load", _another_size),
+        wrap=behind("export", "load", _another_size),
         one_rank=True,
         says="get_expert_model_parallel_world_size()",
     ),

@@ -171,6 +171,7 @@ FAULTS = (
         "reported nowhere: set_grad_enabled(False) before the export, and on again by the step that needs it",
         _until_a_step(_once(lambda chunks: torch.set_grad_enabled(False)), lambda chunks: torch.set_grad_enabled(True)),
         "setting of torch.is_grad_enabled()",
+        "RUN-004",
     ),
     _fault(
         "products-in-tf32",

@@ -194,6 +194,20 @@ def test_half_of_the_logprobs_in_bf16_may_be_far_off(model: Model, which: str, o
     assert findings(0.1, float("nan")) == 1
 
 
+@pytest.mark.parametrize(("which", "off"), [("logprobs", 0.4), ("entropies", 0.03)])
+def test_one_in_ten_logprobs_in_bf16_may_be_farther_off(model: Model, which: str, off: float) -> None:
+    right = of_logits(model, model.exact.logits_BSV)
+
+    def findings(far: float, by: float) -> int:
+        values = right[which].flatten().clone()
+        values[: int(far * len(values))] += by
+        found = {**right, which: values.view_as(right[which])}
+        return len(model.judged("LGP-003", logprobs=({"has": True}, found)).findings)
+
+    assert [findings(share, off) for share in (0.05, 0.2, 0.4)] == [0, 1, 1]
+    assert findings(0.2, off / 2) == 0
+
+
 @pytest.mark.parametrize(("which", "off"), [("logprobs", 5.0), ("entropies", 0.5)])
 def test_half_of_the_logprobs_of_changed_weights_may_be_far_off(model: Model, which: str, off: float) -> None:
     right = of_logits(model, model.exact.logits_BSV)

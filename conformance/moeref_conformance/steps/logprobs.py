@@ -28,12 +28,8 @@ from moeref_conformance.steps.replay import given, in_turns, under
 
 
 def asked(cell: Cell) -> bool:
-    """Whether a cell asks: where routers choose, or in fp32 take given routes, and products have no recipe."""
-    return not cell.precision and (cell.replay == "off" or _routed(cell))
-
-
-def _routed(cell: Cell) -> bool:
-    return cell.replay == "R3" and cell.dtype == "float32"
+    """Whether a cell asks: where routers choose or take given routes, and products have no recipe."""
+    return not cell.precision and cell.replay in ("off", "R3")
 
 
 def logprobs(facet: Logprobs, context: Context) -> dict[str, Any] | None:
@@ -91,7 +87,7 @@ def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:
 
     On one rank a call under other routes comes first, so that kept ones show.
     """
-    if not _routed(context.cell) or "replay" not in context.claims.facets:
+    if context.cell.replay != "R3" or "replay" not in context.claims.facets:
         return None
     tokens_BS = load_file(context.input("tokens"))["tokens"]
     routes = in_turns(given(context, ROUTES), given(context, OTHER_ROUTES))

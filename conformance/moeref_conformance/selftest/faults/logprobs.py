@@ -472,6 +472,16 @@ FAULTS = (
         diagnosis="those of the routers' own choice",
     ),
     Fault(
+        id="logprobs-of-the-routers-own-choice-in-bf16",
+        bug="NeMo-RL#2849 in kind: routes are not given to the forward of logprobs that a model in 16 bits takes",
+        rules=("LGP-006",),
+        cell=cell("qwen3_moe", "one", dtype="bfloat16", replay="R3"),
+        wrap=_without_routes,
+        one_rank=True,
+        says="under given routes, half of the logprobs differ from transformers by",
+        diagnosis="nearest to those of the routers' own choice",
+    ),
+    Fault(
         id="logprobs-under-the-routes-of-the-first-call",
         bug="SkyRL#1908 in kind: routes of a batch are kept, and log-probabilities of a later one are under them",
         rules=("LGP-004",),

@@ -15,7 +15,7 @@ from moeref_conformance.plan.matrix import folder, load
 FROZEN = {
     "weights 1.0": "8988195b",
     "logits 1.0": "67ee654e",
-    "logprobs 1.0": "c1c19277",
+    "logprobs 1.0": "d8ce6624",
     "gradients 1.0": "880234cd",
     "optimizer 1.0": "e00273a7",
     "adapters 1.0": "ff8e6b1e",

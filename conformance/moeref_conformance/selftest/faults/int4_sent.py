@@ -37,6 +37,13 @@ class _Expressions(Packer):
         return self.linear(name) and name.removesuffix(".weight") not in self.kept
 
 
+class _AllMatrices(Packer):
+    """Packs every matrix that `ignore` does not name, and not linears alone, as the config's `targets` says."""
+
+    def linear(self, name: str) -> bool:
+        return name.endswith(".weight") and "norm" not in name
+
+
 class _WithoutShape(Packer):
     """Sends numbers and scales alone."""
 
@@ -58,11 +65,11 @@ class _Bytes(Packer):
         return super().words(numbers).view(torch.uint8)
 
 
-class _GroupOfTraining(Packer):
-    """Packs in groups of the size that training rounds in, which is another one than the config's."""
+class _GroupsOf32(Packer):
+    """Packs in groups of the size that published files have, whatever the config says."""
 
     def made(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        own, self.group = self.group, 4 * self.group
+        own, self.group = self.group, 32
         made = super().made(name, tensor)
         self.group = own
         return made
@@ -212,6 +219,13 @@ FAULTS = (
         "mlp.down_proj.weight: was never sent",
     ),
     _fault(
+        "int4-of-all-matrices",
+        "slime 624b824a8 (read): what `ignore` does not name is packed, as are embedding and routers of Kimi's config",
+        _AllMatrices,
+        ("QNT-001",),
+        "lm_head.weight: was never sent",
+    ),
+    _fault(
         "int4-without-its-shape",
         "reported nowhere: `weight_shape` is left out, which compressed-tensors reads to cut a row's last word",
         _WithoutShape,
@@ -233,9 +247,9 @@ FAULTS = (
         "down_proj.weight_packed: is uint8 [40, 28]",
     ),
     _fault(
-        "int4-groups-of-the-training",
-        "miles#2478 in kind: numbers are packed in the groups that training rounds in, which the config does not have",
-        _GroupOfTraining,
+        "int4-groups-of-32",
+        "Megatron-Bridge 067f987df (read): groups have 32 columns, whatever the config says",
+        _GroupsOf32,
         ("QNT-003",),
         "the scales of [40, 56] are bfloat16 [40, 2]",
     ),

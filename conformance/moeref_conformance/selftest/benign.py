@@ -1360,6 +1360,13 @@ _DESIGNS = (
         wrap=plain_fp8.design(_E8M0),
     ),
     Benign(
+        id="fp8-without-int4",
+        why="who sends FP8 alone is asked for no INT4, which this design cannot read from a config",
+        cell=cell("kimi_k25", "tp2", dtype="bfloat16"),
+        wrap=plain_fp8.design(),
+        claims={"sends_int4": False},
+    ),
+    Benign(
         id="int4-as-compressed-tensors-makes-it",
         why="its scales are the largest magnitude / 7.5 in the weight's dtype, and its shapes int64",
         cell=cell("kimi_k25", "tp2", dtype="bfloat16"),

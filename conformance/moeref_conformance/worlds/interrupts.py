@@ -24,22 +24,23 @@ def raised(
     A signal that is ignored, as under nohup, stays so. In another thread nothing changes.
     """
     received: list[int] = []
-    error: BaseException | None = None
     hook = sys.unraisablehook
 
     def handle(number: int, frame: Any) -> None:
-        nonlocal error
         received.append(number)
         for each in numbers:
             signal.signal(each, signal.SIG_IGN)
         if number == signal.SIGHUP:
             _leave_terminal()
-        error = make()
-        raise error
+        raise marked(make())  # in no variable: it would keep all frames of its traceback alive, and what they hold
+
+    def marked(error: BaseException) -> BaseException:
+        vars(error)["received"] = received
+        return error
 
     def dropped(unraisable: Any) -> None:
         """Python drops what is raised while an object is finalised: the signal comes again a moment later."""
-        if error is None or unraisable.exc_value is not error:
+        if getattr(unraisable.exc_value, "received", None) is not received:
             hook(unraisable)
             return
         number = received.pop()

@@ -91,7 +91,7 @@ FAULTS = (
     ),
     _fault(
         "default-device-left-by-an-export",
-        "TraceLens#980 in kind: tensors are described without memory, and so are all that are made later",
+        "AMD-AGI/TraceLens#980 in kind: tensors are described without memory, and so are all that are made later",
         _until_asked(_streamed(_META), _NO_DEVICE),
         "step export left torch.get_default_device() at meta",
         "EXP-014",

@@ -53,7 +53,7 @@ class Engine:
         self._check_alive()
         if self.updating.locked():
             raise RuntimeError("an update is under way")
-        drawn = [self._drawn(list(prompt), tokens, temperature) for prompt in prompts]
+        drawn = self._drawn(prompts, tokens, temperature)
         before = [self._sampled(prompt, row) for prompt, row in zip(prompts, drawn, strict=True)]
         if during is None:
             return before
@@ -61,16 +61,24 @@ class Engine:
         after = [self._sampled(prompt, row) for prompt, row in zip(prompts, drawn, strict=True)]
         return [_joined(*pair, 1 if self.mode == "abort" else tokens) for pair in zip(before, after, strict=True)]
 
-    def _drawn(self, prompt: list[int], tokens: int, temperature: float) -> tuple[int, ...]:
-        """Tokens that the model draws one after the other."""
-        drawn, module, cache = list[int](), oracle.model(self.weights), None
+    def _drawn(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> list[tuple[int, ...]]:
+        """Tokens that the model draws after each prompt, of all side by side: shorter prompts begin later."""
+        drawn, module, cache = list[torch.Tensor](), oracle.model(self.weights), None
+        longest = max(map(len, prompts))
+        short = [longest - len(prompt) for prompt in prompts]
+        given_BS = torch.tensor([[0] * left + [*prompt] for left, prompt in zip(short, prompts, strict=True)])
+        mask_BS = torch.tensor([[0] * left + [1] * (longest - left) for left in short])
         with torch.no_grad():
             while len(drawn) < tokens:
-                found = module(torch.tensor([drawn[-1:] or prompt]), past_key_values=cache, use_cache=True)
+                at_BS = (mask_BS.cumsum(1) - 1).clamp_min(0)[:, -given_BS.shape[1] :]
+                asked = {"attention_mask": mask_BS, "position_ids": at_BS, "past_key_values": cache}
+                found = module(given_BS, **asked, use_cache=True)
                 cache = found.past_key_values
-                logits_V = found.logits[0, -1] / (temperature or 1e-6)
-                drawn.append(int(logits_V.softmax(-1).multinomial(1, generator=self.dice)))
-        return tuple(drawn)
+                shares_BV = (found.logits[:, -1] / (temperature or 1e-6)).softmax(-1)
+                given_BS = shares_BV.multinomial(1, generator=self.dice)
+                drawn.append(given_BS)
+                mask_BS = torch.cat([mask_BS, torch.ones_like(given_BS)], 1)
+        return [tuple(row) for row in torch.cat(drawn, 1).tolist()]
 
     def _sampled(self, prompt: Sequence[int], row: tuple[int, ...]) -> Sampled:
         return Sampled(

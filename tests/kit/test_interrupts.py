@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,27 @@ def test_a_signal_that_comes_while_an_object_is_finalised_interrupts_too():
     finally:
         signal.signal(signal.SIGTERM, before)
     assert received == [signal.SIGTERM]
+
+
+def test_what_the_interrupted_frames_held_ends_with_them():
+    class Held:
+        pass
+
+    seen = []
+
+    def interrupted() -> None:
+        held = Held()
+        seen.append(weakref.ref(held))
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with interrupts.raised():
+            with suppress(KeyboardInterrupt):
+                interrupted()
+            assert seen[0]() is None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_signal_that_is_ignored_stays_ignored():

@@ -179,15 +179,19 @@ def test_half_of_the_logprobs_may_be_numbers_of_bf16(model: Model, rounded: floa
     assert len(outcome.findings) == found
 
 
+def findings_in_bf16(model: Model, which: str, far: float, by: float) -> int:
+    """What LGP-003 finds where this share of the values is off by so much."""
+    right = of_logits(model, model.exact.logits_BSV)
+    values = right[which].flatten().clone()
+    values[: int(far * len(values))] += by
+    found = {**right, which: values.view_as(right[which])}
+    return len(model.judged("LGP-003", logprobs=({"has": True}, found)).findings)
+
+
 @pytest.mark.parametrize(("which", "off"), [("logprobs", 0.12), ("entropies", 0.005)])
 def test_half_of_the_logprobs_in_bf16_may_be_far_off(model: Model, which: str, off: float) -> None:
-    right = of_logits(model, model.exact.logits_BSV)
-
     def findings(far: float, by: float) -> int:
-        values = right[which].flatten().clone()
-        values[: int(far * len(values))] += by
-        found = {**right, which: values.view_as(right[which])}
-        return len(model.judged("LGP-003", logprobs=({"has": True}, found)).findings)
+        return findings_in_bf16(model, which, far, by)
 
     assert [findings(share, off) for share in (0.4, 0.6, 1)] == [0, 1, 1]
     assert findings(1, off / 2) == 0
@@ -196,13 +200,8 @@ def test_half_of_the_logprobs_in_bf16_may_be_far_off(model: Model, which: str, o
 
 @pytest.mark.parametrize(("which", "off"), [("logprobs", 0.4), ("entropies", 0.03)])
 def test_one_in_ten_logprobs_in_bf16_may_be_farther_off(model: Model, which: str, off: float) -> None:
-    right = of_logits(model, model.exact.logits_BSV)
-
     def findings(far: float, by: float) -> int:
-        values = right[which].flatten().clone()
-        values[: int(far * len(values))] += by
-        found = {**right, which: values.view_as(right[which])}
-        return len(model.judged("LGP-003", logprobs=({"has": True}, found)).findings)
+        return findings_in_bf16(model, which, far, by)
 
     assert [findings(share, off) for share in (0.05, 0.2, 0.4)] == [0, 1, 1]
     assert findings(0.2, off / 2) == 0

@@ -19,8 +19,8 @@ from moeref_conformance.contract.requests.int4 import GROUP, PACKED, SCALE, SHAP
 
 #: Scales are drawn between this number and twice as much: some weights are beyond what INT4 holds, and become 7 or -8.
 LEAST = 2.0**-5
-#: The greatest number. Scales are the largest magnitude of a group / 7; compressed-tensors' own are / 7.5, where the
-#: half of a scale that a 7 is then short of is less than half of the other scale.
+#: The greatest number. Scales are the largest magnitude of a group / 7. Those of compressed-tensors are / 7.5: the
+#: largest weight is then 7.5 scales and becomes 7, which is off by less than half of a scale that is / 7.
 GREATEST = 7
 #: Of the largest magnitude of a group, for quotients and scales that are rounded to bf16 before.
 SLACK = 2.0**-7

@@ -97,7 +97,7 @@ class _Bf16Scales(plain_fp8.Quantiser):
 
 
 class _Sevens(plain_int4.Packer):
-    """Half of all sixteen numbers is what the largest magnitude is divided by, as its observer does."""
+    """Divides the largest magnitude by 7.5, half of the width of the sixteen numbers, as its observer does."""
 
     divisor = 7.5
 

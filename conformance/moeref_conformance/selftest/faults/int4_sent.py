@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 
 from moeref_conformance.contract.requests.int4 import SHAPE
 from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.quantised import FirstScales, ListIgnored, OfTheTensor, PowersOfTwo, Skipped
 from moeref_conformance.selftest.plain_fp8 import Named, design
 from moeref_conformance.selftest.plain_int4 import Packer
 
@@ -16,18 +18,12 @@ _KIMI = cell("kimi_k25", "tp2", dtype="bfloat16")
 _BEYOND = "beyond the rounding of INT4"
 
 
-class _InBf16(Packer):
+class _InBf16(Skipped, Packer):
     """One of two ways out does not pack."""
 
-    def quantised(self, name: str) -> bool:
-        return False
 
-
-class _AllLinears(Packer):
+class _AllLinears(ListIgnored, Packer):
     """Does not read `ignore`."""
-
-    def quantised(self, name: str) -> bool:
-        return self.linear(name)
 
 
 class _Expressions(Packer):
@@ -68,11 +64,10 @@ class _Bytes(Packer):
 class _GroupsOf32(Packer):
     """Packs in groups of the size that published files have, whatever the config says."""
 
-    def made(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        own, self.group = self.group, 32
-        made = super().made(name, tensor)
-        self.group = own
-        return made
+    def stream(self, config: Path) -> Iterable[Named]:
+        stream = super().stream(config)
+        self.group = 32
+        return stream
 
 
 class _ShardByShard(Packer):
@@ -117,11 +112,8 @@ class _DownTheRows(Packer):
         return words.reshape(len(tensor), -1), scales.reshape(len(tensor), -1)
 
 
-class _OfTheRow(Packer):
+class _OfTheRow(OfTheTensor, Packer):
     """Has one scale for a row, and repeats it."""
-
-    def scale(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        return super().scale(whole.float(), whole)
 
 
 class _CutOff(Packer):
@@ -137,20 +129,8 @@ class _Eighths(Packer):
     divisor = 8.0
 
 
-class _FirstScales(Packer):
+class _FirstScales(FirstScales, Packer):
     """Keeps the scales of the first stream, and rounds by them in every later one."""
-
-    def __init__(self, session: object, cell: object) -> None:
-        super().__init__(session, cell)  # type: ignore[arg-type]
-        self.first: dict[tuple[str, int], torch.Tensor] = {}
-
-    def made(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.name, self.index = name, 0
-        return super().made(name, tensor)
-
-    def scale(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        self.index += 1
-        return self.first.setdefault((self.name, self.index), super().scale(part, whole))
 
 
 class _Inverted(Packer):
@@ -167,11 +147,8 @@ class _ScalesInBytes(Packer):
         return scales.to(torch.float8_e4m3fn)
 
 
-class _PowersOfTwo(Packer):
+class _PowersOfTwo(PowersOfTwo, Packer):
     """Rounds scales up to powers of two."""
-
-    def scale(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        return torch.exp2(torch.ceil(torch.log2(super().scale(part, whole))))
 
 
 class _Negative(Packer):

@@ -27,7 +27,7 @@ _DELTA = cell("qwen3_5_moe_text", "tp2", layers=3, dtype="bfloat16")
 _BY_HEAD = cell("qwen3_next", "tp2", layers=3, dtype="bfloat16")
 
 
-class _Skipped(Quantiser):
+class Skipped(Quantiser):
     """One of two ways out does not quantise."""
 
     def quantised(self, name: str) -> bool:
@@ -118,7 +118,7 @@ class _PartByPart(Quantiser):
         return torch.cat([weight.view(torch.uint8) for weight in weights]).view(FP8), torch.cat(scales)
 
 
-class _ListIgnored(Quantiser):
+class ListIgnored(Quantiser):
     """Does not read `modules_to_not_convert`."""
 
     def quantised(self, name: str) -> bool:
@@ -132,7 +132,7 @@ class _BeginsAlike(Quantiser):
         return self.linear(name) and not name.startswith(tuple(self.kept))
 
 
-class _FirstScales(Quantiser):
+class FirstScales(Quantiser):
     """Keeps the scales of the first stream, as calibration does, and takes them for every later one."""
 
     def __init__(self, session: Any, cell: Cell) -> None:
@@ -231,7 +231,7 @@ class _Unguarded(Quantiser):
         return part.abs().max() / LARGEST
 
 
-class _OfTheTensor(Quantiser):
+class OfTheTensor(Quantiser):
     """Has one scale for a whole tensor, and repeats it."""
 
     def scale(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -356,7 +356,7 @@ FAULTS = (
         bug="slime#1624: bridge mode skips quantisation, and an engine in FP8 gets bf16",
         rules=("QNT-001", "QNT-002"),
         cell=_QWEN,
-        wrap=design(_Skipped),
+        wrap=design(Skipped),
         says="is bfloat16",
     ),
     Fault(
@@ -436,7 +436,7 @@ FAULTS = (
         bug="miles#1505: a module that has to stay in bf16 is quantised",
         rules=("QNT-001", "QNT-005"),
         cell=_QWEN,
-        wrap=design(_ListIgnored),
+        wrap=design(ListIgnored),
         says="o_proj.weight_scale_inv: is not in the FP8 checkpoint",
     ),
     Fault(
@@ -452,7 +452,7 @@ FAULTS = (
         bug="SkyRL#1345 in FP8: scales are found once and kept, and weights that grow are cut off at 448",
         rules=("QNT-004",),
         cell=_QWEN,
-        wrap=design(_FirstScales),
+        wrap=design(FirstScales),
         says="beyond the rounding of e4m3",
     ),
     Fault(
@@ -540,7 +540,7 @@ FAULTS = (
         bug="a scale of the whole tensor, repeated for every block: small blocks are lost beside large ones",
         rules=("QNT-004",),
         cell=_QWEN,
-        wrap=design(_OfTheTensor),
+        wrap=design(OfTheTensor),
         says="beyond the rounding of e4m3",
     ),
     Fault(

@@ -51,6 +51,16 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("expected")
 
 
+def test_no_two_tokens_have_one_hidden_state() -> None:
+    """Routes are told by these. They are equal where samples begin alike, or one with the same token twice."""
+    for one in {replace(one, layout=Layout(), layout_name="one") for one in load("cpu").cells if one.replay != "off"}:
+        vocab = int(recipes.model(one).config.vocab_size)
+        tokens_BS = checkpoint._tokens(one, vocab)
+        assert bool((tokens_BS[:, 0] != tokens_BS[:, 1]).all()), one.id
+        assert len(set(tokens_BS[:, 0].tolist())) == len(tokens_BS), one.id
+        assert int(tokens_BS.max()) < vocab, one.id
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("more", VARIANTS, ids=lambda m: "+".join(map(str, m.values())) or "plain")
 def test_variant(family: str, more: dict[str, object], work: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,16 @@ from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.findings import Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
 from moeref_conformance.contract.requests.adapters import PHASES, RATES
-from moeref_conformance.contract.requests.logprobs import CHANGED, OTHER_TEMPERATURE, TEMPERATURE, WIDER, ended, rolled
+from moeref_conformance.contract.requests.logprobs import (
+    CHANGED,
+    OTHER_TEMPERATURE,
+    ROUTES,
+    TEMPERATURE,
+    WIDER,
+    ended,
+    rolled,
+)
+from moeref_conformance.contract.requests.policy import REPLAYED, loss
 from moeref_conformance.judges import JUDGES, Case
 from moeref_conformance.judges.adapters import ROUNDED
 from moeref_conformance.oracles import adapters, logprobs, optimizer, policy, routed
@@ -65,8 +75,8 @@ def computing_in_fp64(patch: pytest.MonkeyPatch) -> None:
 class Model:
     """A cell on one rank, what transformers makes of it, and the same with other rounding."""
 
-    def __init__(self, family: str, folder: Any) -> None:
-        self.cell = cell(family, "one", loss_mask=True)
+    def __init__(self, one: Cell, folder: Any) -> None:
+        self.cell = one
         self.want = expected(self.cell, folder)
         with pytest.MonkeyPatch.context() as patch:
             computing_in_fp64(patch)
@@ -102,7 +112,7 @@ class Model:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(request.param, tmp_path_factory.mktemp("tolerances"))
+    return Model(cell(request.param, "one", loss_mask=True), tmp_path_factory.mktemp("tolerances"))
 
 
 def limits(outcome: Outcome) -> tuple[float, float]:
@@ -136,6 +146,25 @@ def test_gradients_on_the_limit_pass_and_behind_it_do_not(model: Model) -> None:
         moved[0, 0] += times * 1e-4 * largest
         steps = {"inventory": (model.inventory(), {}), "policy": (None, model.shards({**gradients, name: moved}))}
         assert len(model.judged("GRD-004", **steps).findings) == found
+
+
+def test_all_gradients_of_a_policy_in_bf16_may_be_off_by_its_rounding_twice(tmp_path: Path) -> None:
+    model = Model(cell("qwen3_moe", "one", dtype="bfloat16", replay="R3", loss_mask=True), tmp_path)
+    right = {step: policy.gradients(model.want, ROUTES, missing=False, asked=loss(step)) for step in REPLAYED}
+
+    def judged(more: float) -> Outcome:
+        moved = {
+            step: model.shards({name: (1 + more) * of for name, of in found.items()}) for step, found in right.items()
+        }
+        return model.judged("GRD-007", inventory=(model.inventory(), {}), **{s: ({}, of) for s, of in moved.items()})
+
+    near = judged(0.001)
+    assert not near.findings
+    limit = float(near.met.partition(" ≤ ")[2].partition(";")[0])
+    assert 0.02 < limit < 0.05
+    for times, found in ((0.9, 0), (1.1, 2)):
+        messages = [finding.message for finding in judged(times * limit).findings]
+        assert sum("the gradients are off" in message for message in messages) == found
 
 
 def of_logits(model: Model, logits_BSV: torch.Tensor, temperature: float = TEMPERATURE) -> dict[str, torch.Tensor]:

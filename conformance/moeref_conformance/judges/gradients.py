@@ -17,7 +17,7 @@ from moeref_conformance.contract.findings import Finding, Outcome, kind_of
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.contract.requests.gradients import FIRST
 from moeref_conformance.contract.requests.logprobs import ROUTES
-from moeref_conformance.contract.requests.policy import REPLAYED, UNROUTED, loss, unrouted
+from moeref_conformance.contract.requests.policy import REPLAYED, UNROUTED, loss, missing_rows, unrouted
 from moeref_conformance.judges import Case, gradient_causes, judges, loss_terms
 from moeref_conformance.judges.common import (
     NATIVE,
@@ -124,6 +124,20 @@ def gradients_of_a_policy_under_routes_are_transformers(case: Case) -> Outcome:
     return _policys(case, REPLAYED, ROUTES)
 
 
+@judges("GRD-007")
+def gradients_of_a_policy_in_bf16_are_near_transformers(case: Case) -> Outcome:
+    """As GRD-005 of routes that leave no token out, by distances as RPL-008 in bf16."""
+    if no := _no_policy(case) or unmeasured(case):
+        return no
+    if findings := missing_records(case, "inventory", *REPLAYED):
+        return outcome(findings)
+    wants = {step: _of_policy(case, step, ROUTES) for step in REPLAYED}
+    rounded = {step: _of_policy(case, step, ROUTES, torch.bfloat16) for step in REPLAYED}
+    near = _in_bf16(case, {step: {step: want} for step, want in wants.items()}, [(wants[s], rounded[s]) for s in wants])
+    changed = (one for step in REPLAYED for one in changed_answers(case, step))
+    return outcome([*near.findings, *changed, *_on_no_token(case, "policy_on_no_token")], met=near.met)
+
+
 def _policys(case: Case, steps: Sequence[str], routes: str, missing: Sequence[Finding] = ()) -> Outcome:
     """Gradients of these steps under these routes or the routers' own, answers after them, and a step on no token."""
     compared = {step: _compared(case, step, {step: _of_policy(case, step, routes)}, _against) for step in steps}
@@ -143,13 +157,17 @@ def _no_policy(case: Case) -> Outcome | None:
 
 
 @once
-def _of_policy(case: Case, step: str, routes: str) -> Mapping[str, torch.Tensor]:
-    """The gradients of a step's loss and the cell's router loss, under a set of routes or the routers' own."""
+def _of_policy(case: Case, step: str, routes: str, dtype: torch.dtype = torch.float32) -> Mapping[str, torch.Tensor]:
+    """The gradients of a step's loss and the cell's router loss, under a set of routes or the routers' own.
+
+    transformers computes them in `dtype`.
+    """
     asked = loss(step)
     if case.cell.mtp:
         return with_mtp(case, routes or "native", policy=asked).gradients
     balancing = balanced(case, case.cell.router_loss)
-    return policy.gradients(expected(case), routes, case.claims.missing_rows, balancing, asked)
+    missing = missing_rows(case.cell, case.claims.missing_rows)
+    return policy.gradients(expected(case), routes, missing, balancing, asked, dtype)
 
 
 @judges("RPL-008")
@@ -169,26 +187,33 @@ def replayed_gradients_are_transformers(case: Case) -> Outcome:
     phases = {phase: _wanted(case, phase) for phase in ("step-a", "recompute-b")}
     if case.cell.dtype == "float32":
         return _compared(case, "replay", phases, _against)
-    roundings = _roundings(case)
-    whole = _compared(case, "replay", phases, partial(_together, roundings))
-    each = _compared(case, "replay", phases, partial(_against, measure=partial(_by_length, roundings)))
-    return outcome([*whole.findings, *each.findings], met=f"{whole.met}; each tensor {each.met}")
+    both = [(one.exact, one.rounded) for one in (rounding(case, which) for which in "ab")]
+    return _in_bf16(case, {"replay": phases}, both)
 
 
 Roundings = Mapping[int | str, float]
 
 
-def _roundings(case: Case) -> Roundings:
+def _in_bf16(case: Case, steps: Mapping[str, Mapping[str, Have]], both: Sequence[tuple[Have, Have]]) -> Outcome:
+    """All gradients of a rank, and each, in these phases of steps; `both` has transformers' in fp32 and in bf16."""
+    roundings = _roundings(case, both)
+    compare: list[Compare] = [
+        partial(_together, roundings),
+        partial(_against, measure=partial(_by_length, roundings)),
+    ]
+    found = [[_compared(case, step, phases, by) for by in compare] for step, phases in steps.items()]
+    met = "; ".join(f"{whole.met}; each tensor {each.met}" for whole, each in found)
+    return outcome([one for of_step in found for compared in of_step for one in compared.findings], met=met)
+
+
+def _roundings(case: Case, both: Sequence[tuple[Have, Have]]) -> Roundings:
     """How far transformers in bf16 is from itself in fp32: all gradients of a rank, and at most those of a kind.
 
     Of what a rank holds: rounding adds up towards the first layers, and tells more in a part of a small tensor.
     """
     far = dict[int | str, float]()
-    for transformers in (rounding(case, which) for which in "ab"):
-        placed = [
-            Placement(case.cell, expected(case).config, gradients)
-            for gradients in (transformers.exact, transformers.rounded)
-        ]
+    for exact_and_rounded in both:
+        placed = [Placement(case.cell, expected(case).config, gradients) for gradients in exact_and_rounded]
         for record in records(case, "inventory"):
             pairs = [(want, got) for _, (want, got) in parameters(record, *placed)]
             tensors = [(got.tensor, want.tensor) for want, got in pairs]

@@ -125,6 +125,8 @@ def _tokens(cell: Cell, vocab: int) -> torch.Tensor:
     tokens_BS[0, 1], tokens_BS[-1, 2] = 0, vocab - 1
     if cell.loss_mask:  # where the first row has it, nothing is trained on
         tokens_BS[-1, 1] = 0
+    # After the same token a hidden state is that before it but for rounding, and rows are told apart by theirs.
+    tokens_BS[:, 1] += tokens_BS[:, 1] == tokens_BS[:, 0]
     for row_S, length in zip(tokens_BS, recipes.lengths(cell), strict=True):
         row_S[length:] = -1
     return tokens_BS

@@ -21,14 +21,15 @@ def gradients(
     missing: bool = True,
     balancing: routed.Balancing | None = None,
     asked: Loss = WHOLE,
+    dtype: torch.dtype = torch.float32,
 ) -> Mapping[str, torch.Tensor]:
-    """The gradients in fp32 by the checkpoint's names; NaN for a tensor that is no parameter.
+    """The gradients of a model in `dtype`, by the checkpoint's names; NaN for a tensor that is no parameter.
 
     Of the loss that is `asked` for, and that of `balancing`, if there is one, added to it. Under the set of `routes` of
     that name, with or without `missing` rows; without one under the routers' own.
     """
     given = routed.given_routes(expected, routes, missing) if routes else ()
-    return routed.of_loss(expected, partial(loss, expected, asked), given, balancing)
+    return routed.of_loss(expected, partial(loss, expected, asked), given, balancing, dtype)
 
 
 def loss(expected: Expected, asked: Loss, logits_BSV: torch.Tensor) -> torch.Tensor:

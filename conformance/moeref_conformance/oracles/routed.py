@@ -356,13 +356,14 @@ def of_loss(
     loss: Callable[[torch.Tensor], torch.Tensor],
     routes: Sequence[np.ndarray[Any, Any]] = (),
     balancing: Balancing | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Mapping[str, torch.Tensor]:
     """The gradients of a `loss` of the logits [B, S, V] in fp32, as in `Routed`, under `routes` as in `routed`.
 
-    With that of `balancing` added, if there is one.
+    With that of `balancing` added, if there is one. Of a model in `dtype`.
     """
     with _ONE_AT_A_TIME, torch.enable_grad():
-        model = _model(str(expected.inputs["checkpoint"]), torch.float32)
+        model = _model(str(expected.inputs["checkpoint"]), dtype)
         with forcing(expected, routes), _entering(model, _shape(expected).routed) as entering:
             logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()
         more = _of_routers(model, expected, entering, balancing)

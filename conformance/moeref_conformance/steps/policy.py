@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ from moeref_conformance.steps.recompute import recomputing
 def asked(cell: Cell) -> bool:
     """Whether a cell asks: with a loss mask, and no loss of routers that take given routes or are of MTP layers.
 
-    Whether that is over the routes or their own choice is open, and whether routers of MTP layers have one.
+    Whether that is over the routes or their own choice is open, and whether routers of MTP layers have one. In bf16
+    under given routes alone, which rounding does not turn.
     """
     open_loss = cell.router_loss and (cell.mtp or cell.replay == "R3")
-    return cell.loss_mask and not open_loss and gradients.asked(cell)
+    routed = replace(cell, dtype="float32") if cell.replay == "R3" else cell
+    return cell.loss_mask and not open_loss and gradients.asked(routed)
 
 
 def claimed(claims: Claims, cell: Cell) -> bool:
@@ -141,7 +144,8 @@ def _other_routes(context: Context) -> list[replay.Sample] | None:
 
 def _of_step(context: Context, name: str) -> list[replay.Routes]:
     """The routes of this name of the rows of this rank's step."""
-    of_all = replay.given(context, name)
+    missing = requests.missing_rows(context.cell, context.claims.missing_rows)
+    of_all = replay.given(context, name, missing)
     return [of_all[row] for row in topology.step_rows(context.cell, context.rank, len(of_all))]
 
 

@@ -62,9 +62,9 @@ def refuse(replay: Replay, context: Context) -> dict[str, Any]:
     return {"refused": refused, "off": float((after - before).abs().max() / before.abs().max())}
 
 
-def given(context: Context, name: str) -> list[Routes]:
-    """The routes of this name, without missing rows where the target does not claim these."""
-    kind = "" if context.claims.missing_rows else WHOLE
+def given(context: Context, name: str, missing: bool = True) -> list[Routes]:
+    """The routes of this name, without missing rows where these are not asked for or the target does not claim them."""
+    kind = "" if missing and context.claims.missing_rows else WHOLE
     return read_routes(context.inputs["routes"])[f"{kind}{name}"]
 
 

@@ -33,6 +33,11 @@ def unrouted(cell: Cell) -> tuple[str, ...]:
     return UNROUTED if cell.layout.pp > 1 else UNROUTED[:1]
 
 
+def missing_rows(cell: Cell, claimed: bool) -> bool:
+    """Whether some tokens have no route: where a target claims these, in fp32. Rounding turns what a router chooses."""
+    return claimed and cell.dtype == "float32"
+
+
 def recomputed(step: str) -> bool:
     """Whether the backward pass recomputes what the forward computed."""
     return step in (UNROUTED[1], REPLAYED[1])

@@ -25,6 +25,7 @@ Wrap = Callable[[Session, Cell, World], Any]
 #: What the samples of a pack are padded to multiples of under TP2 and CP2.
 UNIT = 8
 PACKED = cell("qwen3_moe", "tp2-cp2", loss_mask=True, batch="packed")
+IN_BF16 = cell("qwen3_moe", "one", dtype="bfloat16", replay="R3", loss_mask=True)
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,11 @@ def _rows_of_one(step: Callable[[], Gradients], mask_BS: torch.Tensor) -> Gradie
 def _left_out(step: Callable[[], Gradients], mask_BS: torch.Tensor) -> Gradients:
     """A replica without a token takes no step, with whatever gradients."""
     return step() if mask_BS.any() else {}
+
+
+def _one_router_by_half_more(step: Callable[[], Gradients], mask_BS: torch.Tensor) -> Gradients:
+    """One gradient is off, which is lost in the length of all."""
+    return {key: 1.5 * of if key[1].endswith("1.mlp.router.weight") else of for key, of in step().items()}
 
 
 def _recomputed_without_the_first(session: Session, cell: Cell, world: World) -> Any:
@@ -575,5 +581,59 @@ FAULTS = (
         wrap=_temperature_of_logprobs,
         one_rank=True,
         says="policy: the gradient of",
+    ),
+    Fault(
+        id="policy-of-the-routers-own-choice-in-bf16",
+        bug="NeMo-RL#2849 in kind: the step that a model in 16 bits takes is not given the routes",
+        rules=("GRD-007",),
+        cell=IN_BF16,
+        wrap=_under(lambda routes, cell, world: None),
+        one_rank=True,
+        says="replayed_policy: the gradients are off transformers' by",
+    ),
+    Fault(
+        id="policy-of-bf16-at-temperature-1",
+        bug="NeMo-RL#935 in kind: the loss is of logits that the temperature does not divide, in 16 bits",
+        rules=("GRD-007",),
+        cell=IN_BF16,
+        wrap=_asked(lambda asked: replace(asked, temperature=1.0)),
+        one_rank=True,
+        says="replayed_policy: the gradients are off transformers' by",
+    ),
+    Fault(
+        id="policy-of-bf16-by-rows",
+        bug="reported nowhere: a model in 16 bits takes a mean of means over rows, of which each has other tokens",
+        rules=("GRD-007",),
+        cell=IN_BF16,
+        wrap=_asked(lambda asked: replace(asked, advantages_BS=asked.advantages_BS * _counted(asked.mask_BS))),
+        one_rank=True,
+        says="replayed_policy: the gradients are off transformers' by",
+    ),
+    Fault(
+        id="policy-of-bf16-with-one-router-scaled",
+        bug="the gradient of one router off by a half, which is lost in the length of all gradients",
+        rules=("GRD-007",),
+        cell=IN_BF16,
+        wrap=_answering(_one_router_by_half_more),
+        one_rank=True,
+        says="replayed_policy: the gradient of decoder.layers.1.mlp.router.weight is off transformers' by 0.",
+    ),
+    Fault(
+        id="policy-of-bf16-step-of-no-token",
+        bug="Automodel#3796 in kind: the sum over no token is divided by their number, in 16 bits too",
+        rules=("GRD-007",),
+        cell=IN_BF16,
+        wrap=_none_by_zero,
+        one_rank=True,
+        says="is nan in a step that trains on no token",
+    ),
+    Fault(
+        id="replay-left-on-by-a-policy-step-in-bf16",
+        bug="miles#2226 in kind: replay of an update is on for forwards that it is not meant for, in 16 bits too",
+        rules=("GRD-007",),
+        cell=IN_BF16,
+        wrap=_left_on,
+        one_rank=True,
+        says="after the step logits are off",
     ),
 )

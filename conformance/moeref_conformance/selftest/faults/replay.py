@@ -633,6 +633,15 @@ FAULTS = (
         says="recomputed_policy: ",
     ),
     Fault(
+        id="policy-recomputed-by-the-routers-own-choice-in-bf16",
+        bug="NVIDIA-NeMo/Automodel#3156 in kind: in 16 bits the forward is replayed, its recomputation is not",
+        rules=("GRD-007",),
+        cell=cell("qwen3_moe", "one", dtype="bfloat16", replay="R3", loss_mask=True),
+        wrap=_in_the_policy("get_replay_topk", _own_choice_in_the_backward),
+        one_rank=True,
+        says="recomputed_policy: the gradients are off transformers' by",
+    ),
+    Fault(
         id="scores-of-the-own-choice",
         bug="the weights of the router's own experts are given to the replayed ones",
         rules=("RPL-004",),

@@ -106,6 +106,12 @@ def _from_the_begin(begun: Named, held: Named, adds: Named, after: Named, rate: 
         begun[key] = tensor.clone()
 
 
+def _from_the_begin_in_the_second_half(begun: Named, held: Named, adds: Named, after: Named, rate: float) -> None:
+    """As a distributed optimizer has it, of which the second replica holds the masters of the later parameters."""
+    later = list(after)[len(after) // 2 :]
+    _from_the_begin(begun, held, adds, {key: after[key] for key in later}, rate)
+
+
 def _norms_of_a_replica(chunk: int, name: str) -> bool:
     return dist.get_rank() == 1 and "norm" in name
 
@@ -1055,6 +1061,14 @@ FAULTS = (
         rules=("OPT-001",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         wrap=_after(_from_the_begin),
+        diagnosis="what it held before it was loaded",
+    ),
+    Fault(
+        id="masters-of-a-replica-older-than-the-load",
+        bug="NeMo-RL#2372 in kind: masters are cut over replicas, and the first alone makes its own anew after a load",
+        rules=("OPT-001",),
+        cell=cell("qwen3_moe", "one", world_size=2, dtype="bfloat16", optimizer_step=True),
+        wrap=_after(_from_the_begin_in_the_second_half),
         diagnosis="what it held before it was loaded",
     ),
     Fault(

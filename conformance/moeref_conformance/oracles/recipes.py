@@ -318,12 +318,12 @@ def rows(cell: Cell) -> tuple[int, int]:
 
 
 def lengths(cell: Cell) -> list[int]:
-    """Tokens of each sequence: all of `rows`, or of packed ones unequal odd numbers, which divide over nothing.
+    """Tokens of each sequence: all of `rows`, or of packed ones unequal odd numbers, which divide over nothing; one is 1.
 
     The order by length, up or down, is not its own inverse.
     """
     number, longest = rows(cell)
-    return [longest - 4, 5, longest, 3, 7, longest - 2] if cell.batch == "packed" else [longest] * number
+    return [longest - 4, 5, longest, 1, 7, longest - 2] if cell.batch == "packed" else [longest] * number
 
 
 def trained(tokens_BS: torch.Tensor) -> torch.Tensor:

@@ -173,7 +173,7 @@ def given_routes(expected: Expected, name: str, missing: bool = True) -> list[np
 
 def _as_sent(name: str, idx_TLK: np.ndarray[Any, Any]) -> torch.Tensor:
     """In a dtype of engines: int32, or in set `b` uint16, which has no -1, and int16."""
-    narrow = np.int16 if idx_TLK.min() < 0 else np.uint16
+    narrow = np.int16 if idx_TLK.min(initial=0) < 0 else np.uint16
     return torch.from_numpy(idx_TLK.astype(narrow if name.endswith("b") else np.int32))
 
 

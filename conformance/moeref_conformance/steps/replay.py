@@ -104,8 +104,8 @@ class _Phases:
         if length := shorter(self.tokens_BS.shape[1], self._cell):
             begun = [sent_again(a[row][: length - 1], b[row]) for row in range(self._cell.rows)]
             self._take(SHORTER, replay.replay, self._one_BS[:, :length].contiguous(), begun)
-        if self._cell.bias_update:  # its tokens do not count in the step, and their experts are others
-            replay.replay(self.tokens_BS, b)
+        if self._cell.bias_update:  # its tokens do not count in the step; all take the same experts, so that these show
+            replay.replay(self.tokens_BS, [np.repeat(b[0][:1], len(sample), axis=0) for sample in b])
         self._take("step-a", replay.step, rows_BS, in_turns(*([routes[row] for row in self._own] for routes in (a, b))))
         with self._recomputed(self._chunks):
             self._take("recompute-b", replay.step, rows_BS, [b[row] for row in self._own])

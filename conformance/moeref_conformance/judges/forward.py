@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation
+from moeref_conformance.contract.requests.optimizer import TRAINED
 from moeref_conformance.diagnosis.compare import same
-from moeref_conformance.judges import Case, hidden_states, judges
+from moeref_conformance.judges import Case, hidden_states, judges, trained
 from moeref_conformance.judges.common import (
+    ANSWERS_APART,
     ITSELF,
     LAYOUT,
     NATIVE,
@@ -26,6 +28,7 @@ from moeref_conformance.judges.common import (
     observed,
     only_last_stage,
     outcome,
+    records,
     tokens_of,
     tolerance,
     unmeasured,
@@ -141,8 +144,37 @@ def logits_are_transformers(case: Case) -> Outcome:
     """In fp32, whatever the layout."""
     if case.cell.dtype != "float32":
         return Outcome(untested=NATIVE.format(case.cell.dtype, "RPL-004"))
-    want = expected(case).logits_BSV
-    return unmeasured(case) or _judge(case, want, TRANSFORMERS, NEAR, shorter=True)
+    if no := unmeasured(case):
+        return no
+    answer = _judge(case, expected(case).logits_BSV, TRANSFORMERS, NEAR, shorter=True)
+    return replace(answer, findings=(*answer.findings, *_behind_a_step(case)))
+
+
+def _behind_a_step(case: Case) -> Iterator[Finding]:
+    """Logits that are asked for once a step of an optimizer has moved weights, against those of what is sent then.
+
+    Where routers choose by little, they and what follows in their row may be others.
+    """
+    want, name = trained.of_trained(case), f"{TRAINED}.logits"
+    for record in records(case, "optimizer") if want else ():
+        got = record.tensor("optimizer", name)
+        if got is None or want is None:
+            continue
+        here_BS = tokens_of(case) & trained.sure_positions(want)
+        far = _relative(want.logits_BSV, got, here_BS)
+        if not far <= ANSWERS_APART:
+            told = f"{far:.2g} > {tolerance(case, ANSWERS_APART)} of the largest"
+            message = f"logits once a step of the optimizer has moved weights differ from {TRANSFORMERS} by {told}"
+            before = _relative(expected(case).logits_BSV, got, here_BS) <= ANSWERS_APART
+            said = "those of the weights before the step" if before else ""
+            yield finding(case, record.rank, "optimizer", message, diagnosis=said)
+
+
+def _relative(want: torch.Tensor, got: torch.Tensor, here_BS: torch.Tensor) -> float:
+    """How far logits are off at most, relative to the largest of `want`; infinitely of another shape."""
+    if got.shape != want.shape or not bool(here_BS.any()):
+        return float("inf") if got.shape != want.shape else 0.0
+    return float(distance(want, got)[here_BS].max() / want[here_BS].abs().max())
 
 
 @judges("FWD-002")

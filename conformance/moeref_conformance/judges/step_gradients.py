@@ -5,19 +5,21 @@ The gradient of one step is that of the first microbatch, and that of the others
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
-from moeref_conformance.contract.findings import Outcome
-from moeref_conformance.contract.requests.optimizer import MOVED, STILL, of_one_microbatch, rates
-from moeref_conformance.judges import Case, judges, optimizer_causes
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.requests.optimizer import MOVED, STILL, TRAINED, of_one_microbatch, rates
+from moeref_conformance.judges import Case, judges, optimizer_causes, trained
 from moeref_conformance.judges.common import (
     expected,
     finding,
     missing_records,
     once,
     outcome,
+    tokens_of,
     unmeasured,
     values,
     within,
@@ -42,7 +44,8 @@ def norms_are_the_models(case: Case) -> Outcome:
 
     In bf16, where rounding turns routes and gradients with them, within a tenth.
     """
-    return _norms(case, norm_limit(case))
+    answer = _norms(case, norm_limit(case))
+    return replace(answer, findings=(*answer.findings, *_of_moved_weights(case)))
 
 
 @judges("OPT-005")
@@ -71,6 +74,24 @@ def _norms(case: Case, limit: float) -> Outcome:
             else:
                 worst = max(worst, far)
     return outcome(findings, met="the target computes none" if none else within(case, worst, limit))
+
+
+def _of_moved_weights(case: Case) -> Iterator[Finding]:
+    """Norms of the step after the one that has moved weights, against transformers' with those that are sent between.
+
+    Nothing where a router chooses by little, or where multi-token prediction layers, which transformers lacks, train.
+    """
+    of = None if case.cell.mtp or unmeasured(case) else trained.of_trained(case)
+    if of is None or not bool(trained.sure_positions(of)[tokens_of(case)].all()):
+        return
+    want = optimizer.norm(_of_parameters(of.gradients))
+    for rank, norms in values(case, "optimizer"):
+        got = norms.get(TRAINED)
+        if got is not None and not abs(got / want - 1.0) <= norm_limit(case):
+            before = abs(got / right_norms(case)[STILL] - 1.0) <= norm_limit(case)
+            message = f"once weights have moved the norm of the gradient is {got:.8g}, that of transformers' {want:.8g}"
+            told = {"expected": want, "got": got, "diagnosis": "that of the weights before the step" if before else ""}
+            yield finding(case, rank, "optimizer", message, **told)
 
 
 def _counted(case: Case, norms: Mapping[str, float | None]) -> str:

@@ -60,10 +60,11 @@ class Routed:
 
 
 class OfWeights(NamedTuple):
-    """Logits and gradients, as in `Routed`."""
+    """Logits and gradients, as in `Routed`, and the least margin by which a router chooses for each token."""
 
     logits_BSV: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
+    margin_BS: torch.Tensor
 
 
 class Forced(TorchFunctionMode):
@@ -378,8 +379,11 @@ def of_weights(expected: Expected, tensors: Mapping[str, torch.Tensor]) -> OfWei
                 shutil.copyfile(source, Path(folder, file))
         save_file(dict(tensors), Path(folder, "model.safetensors"), metadata={"format": "pt"})
         model = _model.__wrapped__(folder, torch.float32)
-        logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()
-        return OfWeights(logits_BSV.detach().contiguous(), _gradients(model, logits_BSV, expected, 0.0, None))
+        with _Margins() as seen:
+            logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()
+        margin_BS = seen.margin_T.detach().expand(expected.tokens_BS.numel()).view_as(expected.tokens_BS)
+        gradients = _gradients(model, logits_BSV, expected, 0.0, None)
+        return OfWeights(logits_BSV.detach().contiguous(), gradients, margin_BS)
 
 
 def _of_loss(model: Any, loss: torch.Tensor, expected: Expected) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from moeref_conformance.contract.requests.optimizer import (
     SENT,
     SETTINGS,
     STILL,
+    TRAINED,
     is_frozen,
     of_one_microbatch,
     rates,
@@ -42,9 +43,11 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     """The norm of the gradient by step; saves all parameters after each, by `step.chunk:local`.
 
     Between them weights are sent and logits computed, as RL does. After the first one that moves weights a reference
-    policy is asked, of which `reference` tells, and what is sent then is saved as `sent.…`. After the last one the
-    checkpoint is loaded again, unless the target refuses to load twice, and a step at the rate 0 follows, after which
-    the reference policy is asked once more. In the end the parameters hold what they did before.
+    policy is asked, of which `reference` tells, and what is sent then is saved as `sent.…`. In fp32 logits that are
+    asked for before that are saved as `trained.logits`, and a step at the rate 0 follows, whose norm is that of moved
+    weights. After the last one the checkpoint is loaded again, unless the target refuses to load twice, and a step at
+    the rate 0 follows, after which the reference policy is asked once more. In the end the parameters hold what they
+    did before.
     """
     cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
     norms, saved = dict[str, float | None](), dict[str, torch.Tensor]()
@@ -57,11 +60,14 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
         if step == MOVED:
             if _has_reference(context):
                 context.made["reference"] = _beside(optimizer, context, logits, tokens_BS)
-            saved |= _sent(context)
+            saved |= _trained(context, tokens_BS) | _sent(context)
         elif len(norms) < len(rates(cell)):
             deque(context.facet("export").stream(), maxlen=0)
         if len(norms) < len(rates(cell)) and "forward" in context.claims.facets:
             context.facet("forward").logits(tokens_BS)
+    if cell.dtype == "float32":
+        norm = optimizer.step(_rows(context, False), 0.0)
+        norms[TRAINED] = None if norm is None else float(norm)
     if refusal(context.facet("export").load, context.input("checkpoint")) is None:
         optimizer.step(_rows(context, True), 0.0)
         saved |= {f"{RELOADED}.{name}": copied(parameter) for name, parameter in _parameters(context).items()}
@@ -110,6 +116,14 @@ def _turn_buffers(context: Context) -> None:
     for _, _, kind, tensor in module_tensors(context.facet("export").chunks()):
         if kind == "buffer" and tensor.is_floating_point():
             tensor.data.neg_()
+
+
+def _trained(context: Context, tokens_BS: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The logits of moved weights in fp32, where a rank has any."""
+    if context.cell.dtype != "float32" or "forward" not in context.claims.facets:
+        return {}
+    logits = _logits(context.facet("forward").logits(tokens_BS), tokens_BS)
+    return {f"{TRAINED}.{name}": of for name, of in logits.items()}
 
 
 def _sent(context: Context) -> dict[str, torch.Tensor]:

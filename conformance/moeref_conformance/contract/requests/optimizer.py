@@ -9,6 +9,8 @@ from moeref_conformance.contract.cells import OPTIMIZER_RATE
 STILL = "still"
 #: The first step that moves weights, and what begins the names of the tensors that are sent after it.
 MOVED, SENT = "moved", "sent"
+#: The step at the rate 0 that follows the moved weights in fp32, and what begins the name of the logits before it.
+TRAINED = "trained"
 #: The step at the rate 0 after another load of the checkpoint, where the target takes one.
 RELOADED = "reloaded"
 #: The weights where the optimizer is saved, after its next step, and after the same step of one that was restored.

@@ -188,6 +188,85 @@ def _masters_of_the_first_load(session: Session, cell: Cell, world: World) -> An
     return facet(facet(session, "export", load=load), "optimizer", step=step)
 
 
+def _of_before_a_step(name: str, method: str, part: str = "") -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: a facet's method computes with these weights as they were before the optimizer's last step.
+
+    Not once a load or somebody else has written others, nor where the step has moved none.
+    """
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.optimizer
+        ask = getattr(getattr(session, name), method)
+        before: Named = {}
+        after: Named = {}
+
+        def stale() -> Named:
+            held = _held(session)
+            moved = {key: of for key, of in before.items() if part in key[1] and not torch.equal(of, held[key])}
+            return {key: of for key, of in moved.items() if torch.equal(held[key], after[key])}
+
+        def step(tokens_BS: torch.Tensor, rate: float) -> Any:
+            held, old = _copies(session), stale() if method == "step" else {}
+            _write(session, old)
+            norm = good.step(tokens_BS, rate)
+            _write(session, {key: held[key] + _held(session)[key] - of for key, of in old.items()})
+            before.update(held)
+            after.update(_copies(session))
+            return norm
+
+        def asked(*given: Any) -> Any:
+            held = _copies(session)
+            _write(session, stale())
+            try:
+                return ask(*given)
+            finally:
+                _write(session, held)
+
+        stepped = facet(session, "optimizer", step=step)
+        return stepped if method == "step" else facet(stepped, name, **{method: asked})
+
+    return wrap
+
+
+def _back_to_before_a_step(session: Session, cell: Cell, world: World) -> Any:
+    """Weights make room for an export, and come back from a copy that was made before the optimizer's last step."""
+    good: Any = session.optimizer
+    export: Any = session.export
+    before: Named = {}
+    after: Named = {}
+
+    def step(tokens_BS: torch.Tensor, rate: float) -> Any:
+        before.update(_copies(session))
+        norm = good.step(tokens_BS, rate)
+        after.update(_copies(session))
+        return norm
+
+    def streamed() -> Iterator[Any]:
+        yield from export.stream()
+        held = _held(session)
+        _write(session, {key: of for key, of in before.items() if torch.equal(held[key], after[key])})
+
+    return facet(facet(session, "optimizer", step=step), "export", stream=streamed)
+
+
+@contextmanager
+def _idle_left_out(cell: Cell, world: World) -> Iterator[None]:
+    """What has no gradient takes no step: neither do moments of earlier steps move it, nor does it decay."""
+    good = torch.optim.Adam.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        held = {of: of.grad for group in self.param_groups for of in group["params"] if of.grad is not None}
+        for parameter, gradient in held.items():
+            parameter.grad = gradient if gradient.any() else None
+        answer = good(self, closure)
+        for parameter, gradient in held.items():
+            parameter.grad = gradient
+        return answer
+
+    with mock.patch.object(torch.optim.Adam, "step", step):
+        yield
+
+
 def _sent_before_it_steps(which: str) -> Callable[[Session, Cell, World], Any]:
     """A fault's `wrap`: the first stream after a step has parameters with this in their names as they were before it.
 
@@ -872,6 +951,51 @@ FAULTS = (
         wrap=_sent_before_it_steps("output_layer"),
         diagnosis="stale: what it held before the step",
         says="after a step of the optimizer it is not what is sent",
+    ),
+    Fault(
+        id="logits-of-before-a-step",
+        bug="Megatron-LM#5949, #6336: a hook after steps is to copy new weights to those of forwards, and does nothing",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        wrap=_of_before_a_step("forward", "logits"),
+        diagnosis="those of the weights before the step",
+        says="logits once a step of the optimizer has moved weights",
+    ),
+    Fault(
+        id="experts-of-before-a-step-in-logits",
+        bug="Primus#983: copies of experts go by a version that steps do not raise, and forwards have those of before",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        wrap=_of_before_a_step("forward", "logits", ".experts."),
+        says="logits once a step of the optimizer has moved weights",
+    ),
+    Fault(
+        id="steps-with-weights-of-before-a-step",
+        bug="Megatron-LM#4563: where weights are gathered for an evaluation, the next step has those of the one before",
+        rules=("OPT-003",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        wrap=_of_before_a_step("optimizer", "step"),
+        diagnosis="that of the weights before the step",
+        says="once weights have moved the norm of the gradient is",
+    ),
+    Fault(
+        id="weights-of-before-a-step-behind-an-export",
+        bug="slime#2224 in kind: the copy that brings weights back behind an export was made before the last step",
+        rules=("OPT-003",),
+        cell=cell("qwen3_moe", "pp2", optimizer_step=True),
+        wrap=_back_to_before_a_step,
+        diagnosis="that of the weights before the step",
+        says="once weights have moved the norm of the gradient is",
+    ),
+    Fault(
+        id="idle-experts-take-no-step",
+        bug="Automodel#2995: experts that no token comes to have no gradient, and their moments and decay stand still",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        patch=_idle_left_out,
+        one_rank=True,
+        diagnosis="not moved at all",
+        says="are not where Adam moves them",
     ),
     Fault(
         id="moments-not-restored",

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Replay, Turn
-from moeref_conformance.contract.requests.replay import SHORTER, WHOLE
+from moeref_conformance.contract.requests.replay import AGAIN, SHORTER, WHOLE
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
 from moeref_conformance.steps.hidden_states import entering_norms
@@ -109,6 +109,7 @@ class _Phases:
         self._take("step-a", replay.step, rows_BS, in_turns(*([routes[row] for row in self._own] for routes in (a, b))))
         with self._recomputed(self._chunks):
             self._take("recompute-b", replay.step, rows_BS, [b[row] for row in self._own])
+        self._take(AGAIN, replay.replay, self.tokens_BS, a)
         self._take("native-after", self._forward.logits, self._one_BS)
 
     def _take(self, phase: str, call: Callable[..., Any], *arguments: Any) -> None:

@@ -460,7 +460,32 @@ def _reduced_in_bf16(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(DistributedDataParallel, "finish_grad_sync", finish_grad_sync)
 
 
+def _forward_after_a_step(session: Any, cell: Cell, world: World) -> Any:
+    """A replayed forward that follows a replayed step has the routes of that step."""
+    good: Any = session.replay
+    kept: list[Any] = []
+
+    def step(tokens_BS: torch.Tensor, routes: Any) -> Any:
+        kept[:] = routes
+        return good.step(tokens_BS, routes)
+
+    def replay(tokens_BS: torch.Tensor, routes: Any) -> Any:
+        left, kept[:] = list(kept), []
+        return good.replay(tokens_BS, left if len(left) == len(routes) else routes)
+
+    return facet(session, "replay", step=step, replay=replay)
+
+
 FAULTS = (
+    Fault(
+        id="routes-of-a-step-in-the-next-forward",
+        bug="SkyRL#1908 the other way round: routes of a training step are left, and the next forward has them",
+        rules=("RPL-001",),
+        cell=cell("glm4_moe", "one", layers=3, replay="R3"),
+        wrap=_forward_after_a_step,
+        says="again-a: ",
+        diagnosis="the routes of set b: of another forward or turn",
+    ),
     Fault(
         id="routes-of-an-earlier-forward",
         bug="R3: SkyRL#1908, routes of a forward without backward are left for the next recomputation",

@@ -66,11 +66,14 @@ def _after(change: Change) -> Callable[[Session, Cell, World], Any]:
 
         def step(tokens_BS: torch.Tensor, rate: float) -> float | None:
             held = _copies(session)
-            _write(session, right)  # the good optimizer goes on from its own weights
+            moves = bool(rate != 0.0 or not right or cell.dtype != "float32")
+            # The good optimizer goes on from its own weights; where none moves, the gradient is that of the wrong ones.
+            _write(session, right if moves else {})
             before = _copies(session)
             norm: float | None = good.step(tokens_BS, rate)
-            right.update(_copies(session))
-            change(begun, held, {key: right[key] - before[key] for key in right}, _held(session), rate)
+            after = _copies(session)
+            right.update(after if moves else {})
+            change(begun, held, {key: after[key] - before[key] for key in after}, _held(session), rate)
             return norm
 
         def load(checkpoint: Any) -> None:

@@ -85,7 +85,7 @@ def _changed(context: Context) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     """As `logprobs`, for `rolled` rows under given routes, one sample's in turns. None without routes.
 
-    On one rank a call under other routes comes first, so that kept ones show.
+    On one rank a call and a training step under other routes come first, so that kept ones show.
     """
     if context.cell.replay != "R3" or "replay" not in context.claims.facets:
         return None
@@ -94,8 +94,9 @@ def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     order = rolled(torch.arange(len(tokens_BS)), context.cell, context.rank).tolist()
     rows_BS, of_rows = tokens_BS[order], [routes[row] for row in order]
     if context.cell.layout.world == 1:
-        others = given(context, OTHER_ROUTES)
-        under(facet.logprobs, rows_BS, temperature(context.cell), routes=[others[row] for row in order])
+        others = [given(context, OTHER_ROUTES)[row] for row in order]
+        under(facet.logprobs, rows_BS, temperature(context.cell), routes=others)
+        context.facet("replay").step(rows_BS, others)
     saved = _checked(under(facet.logprobs, rows_BS, temperature(context.cell), routes=of_rows))
     if saved:
         context.save("replayed_logprobs", saved)

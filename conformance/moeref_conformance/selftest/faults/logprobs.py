@@ -274,6 +274,24 @@ def _under_the_first_routes(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "logprobs", logprobs=logprobs)
 
 
+def _under_routes_of_a_step(session: Any, cell: Cell, world: World) -> Any:
+    """Routes of a training step are left, and the log-probabilities that are asked for next are under them."""
+    good: Any = session.logprobs
+    replay: Any = session.replay
+    left: list[Any] = []
+
+    def step(tokens_BS: torch.Tensor, routes: Any) -> Any:
+        left[:] = routes
+        return replay.step(tokens_BS, routes)
+
+    def logprobs(tokens_BS: torch.Tensor, temperature: float, routes: Any = None) -> Any:
+        given = list(left) if routes and len(left) == len(routes) else routes
+        left.clear()
+        return good.logprobs(tokens_BS, temperature, given)
+
+    return facet(facet(session, "replay", step=step), "logprobs", logprobs=logprobs)
+
+
 FAULTS = (
     Fault(
         id="temperature-left-out",
@@ -487,6 +505,15 @@ FAULTS = (
         rules=("LGP-004",),
         cell=cell("qwen3_moe", "one", replay="R3"),
         wrap=_under_the_first_routes,
+        one_rank=True,
+        says="under given routes, logprobs differ",
+    ),
+    Fault(
+        id="logprobs-under-the-routes-of-a-step",
+        bug="SkyRL#1908 the other way round: routes of a step are left, and logprobs of a later batch have them",
+        rules=("LGP-004",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=_under_routes_of_a_step,
         one_rank=True,
         says="under given routes, logprobs differ",
     ),

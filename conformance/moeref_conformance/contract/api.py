@@ -215,7 +215,7 @@ class Gradients(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Facet `policy`: the loss with which RL trains. Asked in fp32, and in bf16 with replay R3, in cells with `loss_mask`.
+    """Facet `policy`: the loss with which RL trains. Asked in cells with `loss_mask`: in fp32, in bf16 with R3.
 
     Cells with multi-token prediction layers ask if `Claims.mtp_in_policy`. Cells with these layers or with replay R3 do
     not ask if they have a `router_loss`.
@@ -240,7 +240,8 @@ class Policy(Protocol):
         prediction layers, which are added, and a step in which all replicas have no token to train on.
 
         In a cell with replay R3, and in no other, `routes` are given, as in `Replay.step`: those of this rank's rows.
-        Gradients are of a step under them; in bf16 each token but the last of a sample has one. In some cells layers are recomputed in the backward pass, as there.
+        Gradients are of a step under them; in bf16 each token but the last of a sample has one. In some cells layers
+        are recomputed in the backward pass, as there.
         """
 
 

@@ -318,7 +318,7 @@ def rows(cell: Cell) -> tuple[int, int]:
 
 
 def lengths(cell: Cell) -> list[int]:
-    """Tokens of each sequence: all of `rows`, or of packed ones unequal odd numbers, which divide over nothing; one is 1.
+    """Tokens of each sequence: all of `rows`, or of packed ones unequal odd numbers, one of them 1.
 
     The order by length, up or down, is not its own inverse.
     """

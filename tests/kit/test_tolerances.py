@@ -17,6 +17,7 @@ from handmade import claims_of, local_names, vocabulary_shape
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.findings import Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
+from moeref_conformance.contract.requests import optimizer as optimizer_requests
 from moeref_conformance.contract.requests.adapters import PHASES, RATES
 from moeref_conformance.contract.requests.logprobs import (
     CHANGED,
@@ -48,6 +49,9 @@ class Held(RankRecord):
 
     def tensors(self, step: str) -> dict[str, torch.Tensor]:
         return dict(self.held.get(step, {}))
+
+    def tensor(self, step: str, name: str) -> torch.Tensor | None:
+        return self.held.get(step, {}).get(name)
 
 
 def case_of(want: Expected, one: Cell, steps: Mapping[str, tuple[Any, Tensors]]) -> Case:
@@ -333,6 +337,24 @@ def test_sums_in_fp32_are_told_from_those_in_bf16(model: Model, gradients: Tenso
     held = {f"step-a.gradients.{key}": gradient for key, gradient in gradients.items()}
     found = JUDGES["RPL-010"](case_of(model.want, one, {"replay": (None, held)})).findings
     assert [says in finding.message for finding in found] == [True] * bool(says)
+
+
+def test_half_of_the_logits_in_bf16_may_be_off_by_a_part_of_what_a_step_moves_them(tmp_path: Path) -> None:
+    model = Model(cell("qwen3_moe", "one", dtype="bfloat16", optimizer_step=True), tmp_path)
+    sent = {name: 1.1 * tensor for name, tensor in model.want.tensors.items()}
+    want_BSV, before_BSV = routed.of_weights(model.want, sent).logits_BSV, model.want.logits_BSV
+    held = {f"{optimizer_requests.SENT}.{name}": tensor for name, tensor in sent.items()}
+    held |= {f"{optimizer_requests.MOVED}.{key}": of.bfloat16() for key, of in model.shards(sent).items()}
+
+    def findings(share: float, tokens: int) -> int:
+        got_BSV = want_BSV.clone()
+        got_BSV[:, :tokens] += share * (before_BSV - want_BSV)[:, :tokens]
+        stepped = ({}, held | {f"{optimizer_requests.TRAINED}.logits": got_BSV})
+        return len(model.judged("OPT-010", inventory=(model.inventory(), {}), optimizer=stepped).findings)
+
+    length = want_BSV.shape[1]
+    assert [findings(share, length) for share in (0.04, 0.06, 1.0, float("nan"))] == [0, 1, 1, 1]
+    assert [findings(1.0, tokens) for tokens in (length // 2 - 1, length // 2 + 1)] == [0, 1]
 
 
 class Trained:

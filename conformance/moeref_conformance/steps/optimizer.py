@@ -43,8 +43,8 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     """The norm of the gradient by step; saves all parameters after each, by `step.chunk:local`.
 
     Between them weights are sent and logits computed, as RL does. After the first one that moves weights a reference
-    policy is asked, of which `reference` tells, and what is sent then is saved as `sent.…`. In fp32 logits that are
-    asked for before that are saved as `trained.logits`, and a step at the rate 0 follows, whose norm is that of moved
+    policy is asked, of which `reference` tells, and what is sent then is saved as `sent.…`. Logits that are asked for
+    before that are saved as `trained.logits`. In fp32 a step at the rate 0 follows, whose norm is that of moved
     weights. After the last one the checkpoint is loaded again, unless the target refuses to load twice, and a step at
     the rate 0 follows, after which the reference policy is asked once more. In the end the parameters hold what they
     did before.
@@ -119,8 +119,8 @@ def _turn_buffers(context: Context) -> None:
 
 
 def _trained(context: Context, tokens_BS: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The logits of moved weights in fp32, where a rank has any."""
-    if context.cell.dtype != "float32" or "forward" not in context.claims.facets:
+    """The logits of moved weights, where a rank has any."""
+    if "forward" not in context.claims.facets:
         return {}
     logits = _logits(context.facet("forward").logits(tokens_BS), tokens_BS)
     return {f"{TRAINED}.{name}": of for name, of in logits.items()}

@@ -973,6 +973,22 @@ FAULTS = (
         says="logits once a step of the optimizer has moved weights",
     ),
     Fault(
+        id="logits-of-before-a-step-in-bf16",
+        bug="Megatron-LM#5949, #6336: a hook after steps is to copy new weights to those of forwards, and does nothing",
+        rules=("OPT-010",),
+        cell=cell("qwen3_moe", "one", dtype="bfloat16", optimizer_step=True),
+        wrap=_of_before_a_step("forward", "logits"),
+        says="once a step has moved weights logits are off transformers' by 1",
+    ),
+    Fault(
+        id="experts-of-before-a-step-in-logits-in-bf16",
+        bug="Primus#983: copies of experts go by a version that steps do not raise, and forwards have those of before",
+        rules=("OPT-010",),
+        cell=cell("qwen3_moe", "ep2", dtype="bfloat16", optimizer_step=True),
+        wrap=_of_before_a_step("forward", "logits", ".experts."),
+        says="once a step has moved weights logits are off transformers' by",
+    ),
+    Fault(
         id="steps-with-weights-of-before-a-step",
         bug="Megatron-LM#4563: where weights are gathered for an evaluation, the next step has those of the one before",
         rules=("OPT-003",),

@@ -111,6 +111,8 @@ def _child(
     code = 1
     try:
         gc.freeze()  # the collector looks at none of what was there: it would take a second for each round
+        if "torch" in sys.modules:  # a fork hangs in OpenMP's threads, where its parent has used them
+            sys.modules["torch"].set_num_threads(1)
         for number, file in enumerate((out, err), 1):
             os.dup2(file.fileno(), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)

@@ -49,12 +49,12 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, Any] | None:
     tokens_BS = load_file(context.input("tokens"))["tokens"]
     chunks, before = context.facet("export").chunks(), _logits(context)
     found, left = amid_training(chunks, lambda: facet.logprobs(tokens_BS, temperature(context.cell)))
-    saved = _checked(found)
+    saved = checked(found)
     layer, head = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else ([], [])
     if head:
         with scaled(layer), scaled(head, WIDER):
             asked_BS = rolled(ended(tokens_BS), context.cell, context.rank)
-            again = _checked(facet.logprobs(asked_BS, OTHER_TEMPERATURE))
+            again = checked(facet.logprobs(asked_BS, OTHER_TEMPERATURE))
         saved |= {f"{CHANGED}{name}": of_BS for name, of_BS in again.items()}
     if saved:
         context.save("logprobs", saved)
@@ -97,13 +97,13 @@ def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:
         others = [given(context, OTHER_ROUTES)[row] for row in order]
         under(facet.logprobs, rows_BS, temperature(context.cell), routes=others)
         context.facet("replay").step(rows_BS, others)
-    saved = _checked(under(facet.logprobs, rows_BS, temperature(context.cell), routes=of_rows))
+    saved = checked(under(facet.logprobs, rows_BS, temperature(context.cell), routes=of_rows))
     if saved:
         context.save("replayed_logprobs", saved)
     return {"has": bool(saved)}
 
 
-def _checked(found: TokenLogprobs | None) -> dict[str, torch.Tensor]:
+def checked(found: TokenLogprobs | None) -> dict[str, torch.Tensor]:
     """The tensors of an answer by name; none of None."""
     if found is None:
         return {}

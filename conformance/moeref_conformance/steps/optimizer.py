@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Optimizer
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
+from moeref_conformance.contract.requests.logprobs import temperature
 from moeref_conformance.contract.requests.optimizer import (
     BROKEN_OFF,
     FROZEN,
@@ -33,6 +34,7 @@ from moeref_conformance.contract.requests.optimizer import (
     rates,
     saved_at,
 )
+from moeref_conformance.steps import logprobs
 from moeref_conformance.steps.export import items
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
 from moeref_conformance.steps.gradients import apart, batch, of_replica
@@ -43,11 +45,11 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     """The norm of the gradient by step; saves all parameters after each, by `step.chunk:local`.
 
     Between them weights are sent and logits computed, as RL does. After the first one that moves weights a reference
-    policy is asked, of which `reference` tells, and what is sent then is saved as `sent.…`. Logits that are asked for
-    before that are saved as `trained.logits`. In fp32 a step at the rate 0 follows, whose norm is that of moved
-    weights. After the last one the checkpoint is loaded again, unless the target refuses to load twice, and a step at
-    the rate 0 follows, after which the reference policy is asked once more. In the end the parameters hold what they
-    did before.
+    policy is asked, of which `reference` tells, and what is sent then is saved as `sent.…`. Logits and
+    log-probabilities that are asked for before that are saved as `trained.…`. In fp32 a step at the rate 0 follows,
+    whose norm is that of moved weights. After the last one the checkpoint is loaded again, unless the target refuses to
+    load twice, and a step at the rate 0 follows, after which the reference policy is asked once more. In the end the
+    parameters hold what they did before.
     """
     cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
     norms, saved = dict[str, float | None](), dict[str, torch.Tensor]()
@@ -119,11 +121,13 @@ def _turn_buffers(context: Context) -> None:
 
 
 def _trained(context: Context, tokens_BS: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The logits of moved weights, where a rank has any."""
-    if "forward" not in context.claims.facets:
-        return {}
-    logits = _logits(context.facet("forward").logits(tokens_BS), tokens_BS)
-    return {f"{TRAINED}.{name}": of for name, of in logits.items()}
+    """The logits and log-probabilities of moved weights, where a rank has any."""
+    cell, found = context.cell, dict[str, torch.Tensor]()
+    if "forward" in context.claims.facets:
+        found |= _logits(context.facet("forward").logits(tokens_BS), tokens_BS)
+    if "logprobs" in context.claims.facets and logprobs.asked(cell):
+        found |= logprobs.checked(context.facet("logprobs").logprobs(tokens_BS, temperature(cell)))
+    return {f"{TRAINED}.{name}": of for name, of in found.items()}
 
 
 def _sent(context: Context) -> dict[str, torch.Tensor]:

@@ -973,6 +973,16 @@ FAULTS = (
         says="logits once a step of the optimizer has moved weights",
     ),
     Fault(
+        id="logprobs-of-before-a-step",
+        bug="Megatron-LM#5949, #6336 in kind: logprobs are of weights that hooks after steps are to copy, and are not",
+        rules=("LGP-001",),
+        also=("LGP-002",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        wrap=_of_before_a_step("logprobs", "logprobs"),
+        diagnosis="those of the weights before the step",
+        says="once a step of the optimizer has moved weights logprobs differ",
+    ),
+    Fault(
         id="logits-of-before-a-step-in-bf16",
         bug="Megatron-LM#5949, #6336: a hook after steps is to copy new weights to those of forwards, and does nothing",
         rules=("OPT-010",),

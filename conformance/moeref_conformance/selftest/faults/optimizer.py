@@ -1220,7 +1220,7 @@ FAULTS = (
         id="masters-of-a-replica-older-than-the-load",
         bug="NeMo-RL#2372 in kind: masters are cut over replicas, and the first alone makes its own anew after a load",
         rules=("OPT-001",),
-        cell=cell("qwen3_moe", "one", world_size=2, dtype="bfloat16", optimizer_step=True),
+        cell=cell("qwen3_moe", "tp1", world_size=2, dtype="bfloat16", optimizer_step=True),
         wrap=_after(_from_the_begin_in_the_second_half),
         diagnosis="what it held before it was loaded",
     ),

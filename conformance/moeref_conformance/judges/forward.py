@@ -155,12 +155,13 @@ def _behind_a_step(case: Case) -> Iterator[Finding]:
 
     Where routers choose by little, they and what follows in their row may be others.
     """
-    want, name = trained.of_trained(case), f"{TRAINED}.logits"
-    for record in records(case, "optimizer") if want else ():
-        got = record.tensor("optimizer", name)
-        if got is None or want is None:
+    if (want := trained.of_trained(case)) is None:
+        return
+    here_BS = tokens_of(case) & trained.sure_positions(want)
+    for record in records(case, "optimizer"):
+        got = record.tensor("optimizer", f"{TRAINED}.logits")
+        if got is None:
             continue
-        here_BS = tokens_of(case) & trained.sure_positions(want)
         far = _relative(want.logits_BSV, got, here_BS)
         if not far <= ANSWERS_APART:
             told = f"{far:.2g} > {tolerance(case, ANSWERS_APART)} of the largest"

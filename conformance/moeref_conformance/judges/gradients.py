@@ -126,7 +126,7 @@ def gradients_of_a_policy_under_routes_are_transformers(case: Case) -> Outcome:
 
 @judges("GRD-007")
 def gradients_of_a_policy_in_bf16_are_near_transformers(case: Case) -> Outcome:
-    """As GRD-005 of routes that leave no token out, by distances as RPL-008 in bf16."""
+    """As GRD-005, under routes without missing rows, and measured as RPL-008 measures bf16."""
     if no := _no_policy(case) or unmeasured(case):
         return no
     if findings := missing_records(case, "inventory", *REPLAYED):

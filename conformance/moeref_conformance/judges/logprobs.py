@@ -128,16 +128,17 @@ def _behind_a_step(case: Case, which: str) -> Iterator[Finding]:
 
     Where routers choose by little, they and what follows in their row may be others.
     """
-    moved = trained.of_trained(case)
-    for record in records(case, "optimizer") if moved else ():
+    if (moved := trained.of_trained(case)) is None:
+        return
+    sure_BS = trained.sure_positions(moved)[:, :-1]
+    want_BS, before_BS = (
+        logprobs.of_tokens(expected(case), temperature(case.cell), of_BSV)[which].where(sure_BS, torch.nan)
+        for of_BSV in (moved.logits_BSV, expected(case).logits_BSV)
+    )
+    for record in records(case, "optimizer"):
         got_BS = record.tensor("optimizer", f"{TRAINED}.{which}")
-        if got_BS is None or moved is None:
+        if got_BS is None:
             continue
-        sure_BS = trained.sure_positions(moved)[:, :-1]
-        want_BS, before_BS = (
-            logprobs.of_tokens(expected(case), temperature(case.cell), of_BSV)[which].where(sure_BS, torch.nan)
-            for of_BSV in (moved.logits_BSV, expected(case).logits_BSV)
-        )
         if got_BS.shape != want_BS.shape:
             message = f"{which} are {list(got_BS.shape)}, expected {list(want_BS.shape)}"
             yield finding(case, record.rank, "optimizer", message)

@@ -19,9 +19,14 @@ from moeref_conformance.steps.forward import heads, last_layer, scaled
 from moeref_conformance.steps.recompute import recomputing
 
 
+def trains(cell: Cell) -> bool:
+    """Whether a cell takes a training step without an optimizer."""
+    return cell.gradients and not cell.optimizer_step
+
+
 def asked(cell: Cell) -> bool:
-    """Whether a cell takes a training step without an optimizer: in fp32, where the order of sums changes no route."""
-    return cell.gradients and not cell.optimizer_step and cell.dtype == "float32"
+    """Whether it takes one under the routers' own choice: in fp32, where the order of sums changes no route."""
+    return trains(cell) and cell.dtype == "float32"
 
 
 def batch(tokens_BS: torch.Tensor, cell: Cell) -> torch.Tensor:

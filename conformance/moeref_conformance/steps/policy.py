@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ def asked(cell: Cell) -> bool:
     under given routes alone, which rounding does not turn.
     """
     open_loss = cell.router_loss and (cell.mtp or cell.replay == "R3")
-    routed = replace(cell, dtype="float32") if cell.replay == "R3" else cell
-    return cell.loss_mask and not open_loss and gradients.asked(routed)
+    routed = cell.replay == "R3" and gradients.trains(cell)
+    return cell.loss_mask and not open_loss and (routed or gradients.asked(cell))
 
 
 def claimed(claims: Claims, cell: Cell) -> bool:

@@ -71,8 +71,8 @@ def logits_in_bf16_are_of_moved_weights(case: Case) -> Outcome:
 def of_trained(case: Case) -> routed.OfWeights | None:
     """Logits and gradients of the moved weights.
 
-    None where no step is on record, where the checkpoint is in FP8 or INT4, or where what is sent then is not what ranks
-    hold: EXP-006 tells that.
+    None where no step is on record, where the checkpoint is in FP8 or INT4, or where what is sent then is not what
+    ranks hold: EXP-006 tells that.
     """
     want = expected(case).tensors
     stepped = [(record, record.tensors("optimizer")) for record in records(case, "inventory", "optimizer")]

@@ -14,13 +14,18 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.utils.hooks import RemovableHandle
 
 from moeref.bridge.agreement import all_or_none
 from moeref.megatron import device
 from moeref.megatron.build import Built
+from moeref.megatron.offload import Offloaded
 from moeref.megatron.replay import replaying
 from moeref.megatron.training import Loss, accumulate, in_ddp
 from moeref.replay import Routes
+
+#: What of a trainer is offloaded.
+_WEIGHTS, _OPTIMIZER = "weights", "optimizer"
 
 
 class NotFiniteError(RuntimeError):
@@ -56,11 +61,13 @@ class Trainer:
 
     def __init__(self, built: Built, lr: float, schedule: Schedule | None = None, **settings: Any) -> None:
         config = built.config
-        on_gpu = next(built.chunks[0].parameters()).is_cuda
-        given = {"clip_grad": 1.0 if on_gpu else 0.0, "weight_decay": 0.0, "bf16": config.bf16, **settings}
+        self._on_gpu = next(built.chunks[0].parameters()).is_cuda
+        given = {"clip_grad": 1.0 if self._on_gpu else 0.0, "weight_decay": 0.0, "bf16": config.bf16, **settings}
         if schedule:
             given["min_lr"] = schedule.min_lr
         self.built = built
+        self._offloaded = dict[str, Offloaded]()
+        self._hooks = list[RemovableHandle]()
         self._wrapped = in_ddp(built.chunks)
         asked = OptimizerConfig(optimizer="adam", lr=lr, params_dtype=config.params_dtype, **given)
         # `groups.initialise` makes no second set of groups over gloo: only distributed checkpoints need them.
@@ -73,7 +80,40 @@ class Trainer:
 
     def reload(self) -> None:
         """Make the master weights anew, of the weights as they are now. Moments of the optimizer stay as they are."""
+        self._check_here()
         self.optimizer.reload_model_params()
+
+    def offload(self) -> None:
+        """Give back the memory of weights, buffers and optimizer, and of gradients, which are dropped.
+
+        An engine on the same GPU has it then; values wait in host memory, and what is offloaded already stays so. Until
+        `onload` a forward raises RuntimeError, and so do calls of this trainer. Each rank calls it for itself.
+        """
+        if _OPTIMIZER not in self._offloaded:
+            self.optimizer.zero_grad()
+            for one in self._wrapped:
+                one.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=False)
+            self._offloaded[_OPTIMIZER] = Offloaded(self._states())
+        if _WEIGHTS not in self._offloaded:
+            self._offloaded[_WEIGHTS] = Offloaded(self._weights())
+            self._hooks = [chunk.register_forward_pre_hook(self._check_here) for chunk in self.built.chunks]
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+
+    def onload(self, *, weights_only: bool = False) -> None:
+        """Take back what `offload` has given away, bit for bit.
+
+        With `weights_only` that is weights and buffers, to export them or to ask for logits; the rest comes with a call
+        without it. What is there already stays as it is.
+        """
+        if _WEIGHTS in self._offloaded:
+            self._offloaded.pop(_WEIGHTS).back()
+            while self._hooks:
+                self._hooks.pop().remove()
+        if not weights_only and _OPTIMIZER in self._offloaded:
+            self._offloaded.pop(_OPTIMIZER).back()
+            for one in self._wrapped:
+                one.restore_grad_buffers(synchronize=self._on_gpu)
 
     def step(
         self,
@@ -92,6 +132,7 @@ class Trainer:
         gradient of one is infinite or NaN: the step is skipped, and the next one goes on as if it had not been asked.
         Only routers' biases per expert, if they are updated, have moved by then.
         """
+        self._check_here()
         self._check_masters()
         self.optimizer.zero_grad()
         with replaying(self.built.chunks, given) if given is not None else nullcontext():
@@ -111,6 +152,7 @@ class Trainer:
         All ranks call it, with one folder or each with its own. Below fp32 the model's weights are the rounded masters:
         keep them too, of the same step. Raises OSError if the file cannot be written.
         """
+        self._check_here()
         file = self._file(folder)
         half = file.with_name(f"{file.name}.tmp")
         state = dict_list_map_outplace(_bare, self.optimizer.state_dict())
@@ -125,6 +167,7 @@ class Trainer:
         of this rank and as many ranks, ValueError for one of another family, layout, schedule, parameters or groups of
         them, and RuntimeError where another rank has raised.
         """
+        self._check_here()
         of = self.built.shard_map
         where = f"{folder}: {of.model.family}, rank {dist.get_rank()} of {of.layout.text}"
         with all_or_none(0, device.of(self.built.chunks), None, lambda reason: RuntimeError(f"{where}: {reason}")):
@@ -137,6 +180,27 @@ class Trainer:
         if self._schedule:
             self._scheduler.num_steps = 0  # what it loads is added to the steps that it has taken
             self._scheduler.load_state_dict(saved["scheduler"])
+
+    def _check_here(self, *of_forward: Any) -> None:
+        if self._offloaded:
+            what = " and ".join(sorted(self._offloaded))
+            raise RuntimeError(f"{self.built.shard_map.model.family}: offloaded: {what}; call `onload` first")
+
+    def _weights(self) -> list[torch.Tensor]:
+        """Parameters and buffers, each once."""
+        return [of for chunk in self.built.chunks for kind in (chunk.parameters, chunk.buffers) for of in kind()]
+
+    def _states(self) -> list[torch.Tensor]:
+        """What the optimizer holds besides the model's own weights: moments, step counts, and master weights."""
+        own = {id(of) for of in self._weights()}
+        held = dict[int, torch.Tensor]()
+        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            inner = one.optimizer
+            given = [of for group in inner.param_groups for of in group["params"]] if inner else []
+            state = [of for of_one in (inner.state.values() if inner else ()) for of in of_one.values()]
+            tensors = (of for of in [*given, *state] if isinstance(of, torch.Tensor))
+            held |= {id(of): of for of in tensors if id(of) not in own}
+        return list(held.values())
 
     def _file(self, folder: str | Path) -> Path:
         return Path(folder) / f"optimizer-{dist.get_rank():05}-of-{dist.get_world_size():05}.pt"

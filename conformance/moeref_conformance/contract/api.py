@@ -273,7 +273,8 @@ class Optimizer(Protocol):
         from 0 to `lr` as a line, in so many iterations as the warm-up has, and falls to `min_lr`, which it has
         `lr_decay_iters` after the first iteration. The first step is at the rate 0, or is the first after it.
 
-        If the target claims `optimizer_skips`, there are two more calls without settings.
+        If the target claims `optimizer_skips`, there are two more calls without settings, and one more if it claims
+        `optimizer_offloads`.
         """
 
     def step(self, tokens_BS: torch.Tensor, rate: float | None) -> float | None:
@@ -310,6 +311,21 @@ class Optimizer(Protocol):
     def restore(self, folder: Path) -> None:
         """Go on as the optimizer that was saved to this folder. Called after `make`, when the model has the weights
         that it had at the save. They stay as they are, and may be streamed before the next step."""
+
+    def offload(self) -> None:
+        """Make room on the device, as for an engine that samples there: weights, buffers, gradients and what the
+        optimizer holds go elsewhere, or away. Called if the target claims `optimizer_offloads`, before the first
+        step of an optimizer, and between two.
+
+        On a CPU a target that moves tensors to the CPU moves nothing. Its calls are made all the same.
+        """
+
+    def onload(self, weights_only: bool) -> None:
+        """Bring back what `offload` has taken away.
+
+        With `weights_only` weights and buffers alone have to be there, as for an engine's update: they are streamed,
+        and logits computed. `offload` is called once more then, and this without `weights_only` before the next step.
+        """
 
 
 @runtime_checkable

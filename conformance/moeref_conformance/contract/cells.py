@@ -34,6 +34,7 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "mtp_mask": ("target", "path"),
     "mtp_mean": ("step", "microbatch", "per_token"),
     "non_writers": ("names", "nothing"),
+    "optimizer_offloads": (False, True),
     "optimizer_reference": (False, True),
     "optimizer_saves": (False, True),
     "optimizer_schedules": (False, True),
@@ -320,6 +321,7 @@ class Claims:
     #: `per_token` that the decoder trains on there, as under megatron-core's calculate_per_token_loss.
     mtp_mean: str = "step"
     non_writers: str = "names"  # what `Export.stream` yields for tensors that go to others: names and None, or nothing
+    optimizer_offloads: bool = False  # `Optimizer` has `offload` and `onload`
     optimizer_reference: bool = False  # `Optimizer` has `reference`
     optimizer_saves: bool = False  # `Optimizer` has `save` and `restore`
     optimizer_schedules: bool = False  # `Optimizer.make` takes a schedule of learning rates

@@ -17,6 +17,7 @@ _OWNERS = {
     "deepseek-ai": ("DeepEP", "DeepSeek-V3"),
     "ecmwf": ("WeatherGenerator",),
     "flashinfer-ai": ("flashinfer",),
+    "fzyzcjy": ("torch_memory_saver",),
     "gittensor-ai-lab": ("sparkinfer",),
     "GMISWE": ("tinker-cloud",),
     "hiyouga": ("LlamaFactory",),

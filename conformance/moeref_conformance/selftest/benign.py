@@ -1378,6 +1378,7 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         wrap=_made_by_its_first_step,
         claims={
+            "optimizer_offloads": False,
             "optimizer_reference": False,
             "optimizer_saves": False,
             "optimizer_schedules": False,

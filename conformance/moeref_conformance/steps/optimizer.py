@@ -15,10 +15,13 @@ from moeref_conformance.contract.api import Optimizer
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.contract.requests.logprobs import temperature
 from moeref_conformance.contract.requests.optimizer import (
+    BACK,
+    BEFORE,
     BROKEN_OFF,
     FROZEN,
     MOVED,
     NOT_FINITE,
+    OFFLOADED,
     ON,
     RELOADED,
     RESUMED,
@@ -29,6 +32,7 @@ from moeref_conformance.contract.requests.optimizer import (
     SETTINGS,
     STILL,
     TRAINED,
+    WAS,
     is_frozen,
     of_one_microbatch,
     rates,
@@ -123,8 +127,7 @@ def _turn_buffers(context: Context) -> None:
 def _trained(context: Context, tokens_BS: torch.Tensor) -> dict[str, torch.Tensor]:
     """The logits and log-probabilities of moved weights, where a rank has any."""
     cell, found = context.cell, dict[str, torch.Tensor]()
-    if "forward" in context.claims.facets:
-        found |= _logits(context.facet("forward").logits(tokens_BS), tokens_BS)
+    found |= _answers(context, tokens_BS)
     if "logprobs" in context.claims.facets and logprobs.asked(cell):
         found |= logprobs.checked(context.facet("logprobs").logprobs(tokens_BS, temperature(cell)))
     return {f"{TRAINED}.{name}": of for name, of in found.items()}
@@ -286,6 +289,65 @@ def with_gradients_not_finite(optimizer: Optimizer, context: Context) -> dict[st
     return told
 
 
+def offloaded(optimizer: Optimizer, context: Context) -> dict[str, Any] | None:
+    """The steps of `rates` by a new optimizer, which is offloaded with the model before the first, and twice before the
+    last.
+
+    Between these two weights alone are back, and are sent, and logits computed. Saves all parameters before the last
+    step as `before.chunk:local`, after it as `offloaded.…`, and of parameters and buffers that an offload has changed
+    what `was.…` there and is `back.…`; then all hold what they did first. The value has those that are `gone`,
+    the names of what is `sent` otherwise than before, and how far logits are `off`. None where the target does not
+    claim to offload.
+    """
+    if not context.claims.optimizer_offloads:
+        return None
+    loaded, tokens_BS = _copies(context), load_file(context.input("tokens"))["tokens"]
+    *first, (last, rate) = rates(context.cell).items()
+    optimizer.make()
+    kept = _back(optimizer, context, loaded)
+    for step, of in first:
+        optimizer.step(_rows(context, step == of_one_microbatch(context.cell)), of)
+    before, sent, logits = _copies(context), _sent(context), _answers(context, tokens_BS)
+    optimizer.offload()
+    optimizer.onload(weights_only=True)
+    other = _unlike_each_other(sent, _sent(context))
+    off = apart(logits, _answers(context, tokens_BS)).get("logits")
+    kept |= {f"{BEFORE}.{key}": before[key] for key in _parameters(context) if key in before}
+    kept = _back(optimizer, context, before) | kept
+    gone = sorted(before.keys() - _tensors(context).keys())
+    optimizer.step(_rows(context, last == of_one_microbatch(context.cell)), rate)
+    kept |= {f"{OFFLOADED}.{key}": copied(of) for key, of in _parameters(context).items()}
+    context.save("optimizer_offloaded", kept)
+    _put(context, loaded)
+    return {"gone": gone, "sent": sorted(name.removeprefix(f"{SENT}.") for name in other), "off": off}
+
+
+def _back(optimizer: Optimizer, context: Context, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is not as it was `before`, once model and optimizer are offloaded and onloaded: as it was, and as it is."""
+    optimizer.offload()
+    optimizer.onload(weights_only=False)
+    now = _copies(context)
+    other = [key for key in _unlike_each_other(before, now) if key in now]
+    was = {f"{WAS}.{key}": before[key] for key in other if key in before}
+    return was | {f"{BACK}.{key}": now[key] for key in other}
+
+
+def _answers(context: Context, tokens_BS: torch.Tensor) -> dict[str, torch.Tensor]:
+    if "forward" not in context.claims.facets:
+        return {}
+    return _logits(context.facet("forward").logits(tokens_BS), tokens_BS)
+
+
+def _unlike_each_other(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in one | other if not _is_same(one.get(name), other.get(name))]
+
+
+def _is_same(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    if before is None or now is None:
+        return before is now
+    return (before.shape, before.dtype) == (now.shape, now.dtype) and same_bytes(before, now)
+
+
 @contextmanager
 def _spoiled(context: Context, value: float) -> Iterator[list[torch.Tensor]]:
     """On the last rank alone `value` is in the first element of each gradient of an expert, which are listed then.
@@ -369,5 +431,6 @@ FACET = Facet(
         Step(name="optimizer_settings", ask=with_settings, stage=Stage.LOADED),
         Step(name="optimizer_schedule", ask=with_schedule, stage=Stage.LOADED),
         Step(name="optimizer_not_finite", ask=with_gradients_not_finite, stage=Stage.LOADED),
+        Step(name="optimizer_offloaded", ask=offloaded, stage=Stage.LOADED),
     ),
 )

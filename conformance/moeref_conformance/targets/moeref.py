@@ -329,6 +329,12 @@ class _Optimizer:
     def restore(self, folder: Path) -> None:
         self._trainer.restore(folder)
 
+    def offload(self) -> None:
+        self._trainer.offload()
+
+    def onload(self, weights_only: bool) -> None:
+        self._trainer.onload(weights_only=weights_only)
+
 
 class _Adapters:
     """moeref's LoRA on the session's own model."""
@@ -710,6 +716,7 @@ class MoerefTarget:
         loss_masks=True,
         limits=_limits(),
         optimizer_steps=True,
+        optimizer_offloads=True,
         optimizer_reference=True,
         optimizer_saves=True,
         optimizer_schedules=True,

@@ -32,6 +32,9 @@ SCHEDULE: dict[str, float | str] = {
 #: So many steps follow it, and in this one of them, from 0, an optimizer goes on from a save for two steps.
 SCHEDULED, BROKEN_OFF = 5, 2
 
+#: The weights before an offload and after the step that follows it; what was there that is another once all is back.
+BEFORE, OFFLOADED, WAS, BACK = "before", "offloaded", "was", "back"
+
 #: What is in a gradient of a step that is to be skipped, by the name of that step.
 NOT_FINITE = {"inf": float("inf"), "nan": float("nan")}
 

@@ -29,6 +29,7 @@ from moeref_conformance.selftest.faults import (
     mtp,
     names,
     not_finite,
+    offload,
     optimizer,
     policy,
     quantised,
@@ -49,7 +50,7 @@ MODULES = (
     *(names, loading, around, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream),
     *(mtp, masks, balancing, logprobs, policy, fp8_checkpoint, int4_checkpoint, int4_sent),
     *(roles, seeds, config, gpt_oss, hybrid, sparse, static, routes, capture, replay, dispatch, delta, quantised),
-    *(optimizer, not_finite, adapters, sync, settings),
+    *(optimizer, not_finite, offload, adapters, sync, settings),
 )
 FAULTS: dict[str, Fault] = {fault.id: fault for module in MODULES for fault in module.FAULTS}
 

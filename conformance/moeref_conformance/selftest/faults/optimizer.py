@@ -347,15 +347,15 @@ def _shared_experts_too(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "optimizer", step=step)
 
 
-def _counting(of: str, call: str) -> Callable[[Session, Cell, World], Any]:
+def counting(of: str, call: str) -> Callable[[Session, Cell, World], Any]:
     """A fault's `wrap` that counts the calls of a facet in `torch.optim.Adam.calls`."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
         good: Any = getattr(session, of)
 
-        def counted(*asked: Any) -> Any:
+        def counted(*asked: Any, **named: Any) -> Any:
             torch.optim.Adam.calls += 1  # type: ignore[attr-defined]
-            return getattr(good, call)(*asked)
+            return getattr(good, call)(*asked, **named)
 
         return facet(session, of, **{call: counted})
 
@@ -363,8 +363,8 @@ def _counting(of: str, call: str) -> Callable[[Session, Cell, World], Any]:
 
 
 @contextmanager
-def _rebuilt_behind_forwards(cell: Cell, world: World) -> Iterator[None]:
-    """The first step after a forward that is no training step begins from the weights, as bf16 has them."""
+def rebuilt_behind_calls(cell: Cell, world: World) -> Iterator[None]:
+    """The first step after what is counted begins from the weights, as bf16 has them."""
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
     good, seen = MixedPrecisionOptimizer.step_with_ready_grads, dict[int, int]()
@@ -384,8 +384,8 @@ def _rebuilt_behind_forwards(cell: Cell, world: World) -> Iterator[None]:
 
 
 @contextmanager
-def _without_moments(cell: Cell, world: World) -> Iterator[None]:
-    """The first step of Adam after a stream is as its very first one."""
+def without_moments(cell: Cell, world: World) -> Iterator[None]:
+    """The first step of Adam after what is counted is as its very first one."""
     good, seen = torch.optim.Adam.step, dict[int, int]()
 
     def step(self: Any, closure: Any = None) -> Any:
@@ -1075,7 +1075,7 @@ FAULTS = (
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "one", optimizer_step=True),
         patch=_restored_asleep,
-        wrap=_counting("export", "stream"),
+        wrap=counting("export", "stream"),
         diagnosis="moments are lost",
     ),
     Fault(
@@ -1177,8 +1177,8 @@ FAULTS = (
         bug="reported nowhere: Adam's moments make room while weights are sent, and are not brought back",
         rules=("OPT-002",),
         cell=cell("qwen3_moe", "ep2", optimizer_step=True),
-        patch=_without_moments,
-        wrap=_counting("export", "stream"),
+        patch=without_moments,
+        wrap=counting("export", "stream"),
         one_rank=True,
         says="are not where Adam moves them",
         diagnosis="moments are lost: it moves as by a first step",
@@ -1197,8 +1197,8 @@ FAULTS = (
         bug="SkyRL#1898 (review) in kind: weights that made room for others' logprobs come back, masters made of them",
         rules=("OPT-002",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
-        patch=_rebuilt_behind_forwards,
-        wrap=_counting("forward", "logits"),
+        patch=rebuilt_behind_calls,
+        wrap=counting("forward", "logits"),
         one_rank=True,
         diagnosis="small steps are lost",
     ),
@@ -1442,7 +1442,7 @@ FAULTS = (
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "ep2", optimizer_step=True),
         patch=_restored_asleep,
-        wrap=_counting("optimizer", "reference"),
+        wrap=counting("optimizer", "reference"),
         diagnosis="moments are lost",
     ),
 )

@@ -381,11 +381,12 @@ class _Sent(_Other):
     ("to", "says"),
     [(None, "was never sent"), (torch.ones(2), "in another shape"), (torch.ones(40), "is not what is sent")],
 )
-def test_what_is_sent_behind_a_step_is_judged(bench: Bench, to: torch.Tensor | None, says: str) -> None:
+@pytest.mark.parametrize("step", ["optimizer", "optimizer_resumed"])
+def test_what_is_sent_behind_a_step_is_judged(bench: Bench, step: str, to: torch.Tensor | None, says: str) -> None:
     case = bench.case(cell("qwen3_moe", "one", optimizer_step=True))
     assert case.observation is not None
     assert not JUDGES["EXP-006"](case).findings
-    other = _Sent(case.observation.ranks[0], "optimizer")
+    other = _Sent(case.observation.ranks[0], step)
     other.to = to
     (found,) = JUDGES["EXP-006"](spoiled(case, 0, other)).findings
     assert says in found.message

@@ -27,6 +27,7 @@ from moeref_conformance.contract.requests.logprobs import (
     WIDER,
     ended,
     rolled,
+    temperature,
 )
 from moeref_conformance.contract.requests.policy import REPLAYED, loss
 from moeref_conformance.judges import JUDGES, Case
@@ -355,6 +356,27 @@ def test_half_of_the_logits_in_bf16_may_be_off_by_a_part_of_what_a_step_moves_th
     length = want_BSV.shape[1]
     assert [findings(share, length) for share in (0.04, 0.06, 1.0, float("nan"))] == [0, 1, 1, 1]
     assert [findings(1.0, tokens) for tokens in (length // 2 - 1, length // 2 + 1)] == [0, 1]
+
+
+@pytest.mark.parametrize(("which", "right", "wrong"), [("logprobs", 0.09, 0.11), ("entropies", 0.4, 0.6)])
+def test_half_of_the_values_in_bf16_may_be_off_by_a_part_of_what_a_step_moves_them(
+    tmp_path: Path, which: str, right: float, wrong: float
+) -> None:
+    one = cell("qwen3_moe", "one", dtype="bfloat16", optimizer_step=True)
+    model = Model(one, tmp_path)
+    sent = {name: 1.1 * tensor for name, tensor in model.want.tensors.items()}
+    logits_BSV, at = routed.of_weights(model.want, sent).logits_BSV, temperature(one)
+    want_BS, before_BS = (logprobs.of_tokens(model.want, at, of)[which] for of in (logits_BSV, model.want.logits_BSV))
+    held = {f"{optimizer_requests.SENT}.{name}": tensor for name, tensor in sent.items()}
+    held |= {f"{optimizer_requests.MOVED}.{key}": of.bfloat16() for key, of in model.shards(sent).items()}
+    held[f"{optimizer_requests.TRAINED}.logits"] = logits_BSV
+    apart = float((before_BS - want_BS).abs().nanmedian())
+
+    def findings(share: float) -> int:
+        stepped = ({}, held | {f"{optimizer_requests.TRAINED}.{which}": want_BS + share * apart})
+        return len(model.judged("OPT-010", inventory=(model.inventory(), {}), optimizer=stepped).findings)
+
+    assert [findings(share) for share in (right, wrong, float("nan"))] == [0, 1, 1]
 
 
 class Trained:

@@ -14,7 +14,7 @@ from moeref_conformance.contract.api import TensorMeta
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord, digest
 from moeref_conformance.contract.requests.export import CHANGE
-from moeref_conformance.contract.requests.optimizer import MOVED, SENT, STILL
+from moeref_conformance.contract.requests.optimizer import BEHIND, SENT, Behind
 from moeref_conformance.diagnosis.compare import compare
 from moeref_conformance.diagnosis.diagnose import diagnose
 from moeref_conformance.diagnosis.matching import Candidates
@@ -292,15 +292,15 @@ def changed_weights_are_sent(case: Case, record: RankRecord) -> Iterable[Finding
     new = [finding for finding in findings if finding.hf_name not in before or "stale" in finding.diagnosis]
     if findings and not new:
         raise Untested("the tensors that are wrong were so in the first export, see EXP-001, EXP-002 and EXP-003")
-    return [*new, *_behind_a_step(case)]
+    return [*new, *(one for behind in BEHIND for one in _behind_a_step(case, behind))]
 
 
-def _behind_a_step(case: Case) -> Iterator[Finding]:
+def _behind_a_step(case: Case, behind: Behind) -> Iterator[Finding]:
     """Tensors that are lost after a step of the optimizer, and shards that no rank holds as they were sent then.
 
     Not of tensors that were wrong in the first export, nor where a target takes no such step.
     """
-    stepped = [(record, record.tensors("optimizer")) for record in records(case, "inventory", "optimizer")]
+    stepped = [(record, record.tensors(behind.record)) for record in _stepped(case, behind)]
     if not stepped:
         return
     want, marked = expected(case).tensors, {name: tensor for _, tensors in stepped for name, tensor in tensors.items()}
@@ -309,32 +309,38 @@ def _behind_a_step(case: Case) -> Iterator[Finding]:
     lost = [name for name, right in want.items() if name not in sent or sent[name].shape != right.shape]
     for name in (name for name in lost if name not in wrong):
         how = "in another shape" if name in sent else "never"
-        yield finding(case, None, "optimizer", f"{name} was {how} sent after a step of the optimizer", hf_name=name)
+        yield finding(case, None, behind.record, f"{name} was {how} sent after {behind.text}", hf_name=name)
     wrong.update(lost)
     placed = Placement(case.cell, expected(case).config, {**want, **sent})
     # Of replicas that hold other values OPT-002 tells.
     shards = dict[tuple[str, ...], Finding | None]()
     for record, tensors in stepped:
         for key, (held,) in parameters(record, placed):
-            if held.hf and not wrong.intersection(held.hf) and f"{MOVED}.{key}" in tensors:
-                still, moved = (tensors.get(f"{step}.{key}", torch.empty(0)) for step in (STILL, MOVED))
+            if held.hf and not wrong.intersection(held.hf) and f"{behind.moved}.{key}" in tensors:
+                still, moved = (tensors.get(f"{when}.{key}", torch.empty(0)) for when in (behind.before, behind.moved))
                 shard = *held.hf, digest(held.tensor.contiguous())
-                other = _sent_otherwise(case, record.rank, key, held, still, moved)
+                other = _sent_otherwise(case, behind, record.rank, key, held, still, moved)
                 shards[shard] = other and shards.get(shard, other)
     yield from filter(None, shards.values())
 
 
+def _stepped(case: Case, behind: Behind) -> list[RankRecord]:
+    """The ranks that have taken this step; none of a target that does not claim to."""
+    held = records(case, "inventory", behind.record)
+    return [record for record in held if record.value(behind.record) is not None]
+
+
 def _sent_otherwise(
-    case: Case, rank: int, key: str, held: ExpectedShard, still: torch.Tensor, moved: torch.Tensor
+    case: Case, behind: Behind, rank: int, key: str, held: ExpectedShard, still: torch.Tensor, moved: torch.Tensor
 ) -> Finding | None:
     """The finding of a parameter that does not hold what was sent after a step."""
     difference = compare(held.tensor, moved, held.rows)
     if difference is None or less_one(case, key, held, moved):
         return None
     diagnosis = "stale: what it held before the step" if compare(held.tensor, still, held.rows) is None else ""
-    message = f"{key}: after a step of the optimizer it is not what is sent as {names_text(held.hf)}"
+    message = f"{key}: after {behind.text} it is not what is sent as {names_text(held.hf)}"
     more = {"local_name": key.partition(":")[2], "hf_name": held.hf[0], "diagnosis": diagnosis, **difference.told}
-    return finding(case, rank, "optimizer", f"{message}: {difference.text}", **more)
+    return finding(case, rank, behind.record, f"{message}: {difference.text}", **more)
 
 
 def _unchanged(case: Case) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation
-from moeref_conformance.contract.requests.optimizer import TRAINED
+from moeref_conformance.contract.requests.optimizer import BEHIND, TRAINED, Behind
 from moeref_conformance.diagnosis.compare import same
 from moeref_conformance.judges import Case, hidden_states, judges, trained
 from moeref_conformance.judges.common import (
@@ -147,28 +147,30 @@ def logits_are_transformers(case: Case) -> Outcome:
     if no := unmeasured(case):
         return no
     answer = _judge(case, expected(case).logits_BSV, TRANSFORMERS, NEAR, shorter=True)
-    return replace(answer, findings=(*answer.findings, *_behind_a_step(case)))
+    return replace(
+        answer, findings=(*answer.findings, *(one for behind in BEHIND for one in _behind_a_step(case, behind)))
+    )
 
 
-def _behind_a_step(case: Case) -> Iterator[Finding]:
+def _behind_a_step(case: Case, behind: Behind) -> Iterator[Finding]:
     """Logits that are asked for once a step of an optimizer has moved weights, against those of what is sent then.
 
     Where routers choose by little, they and what follows in their row may be others.
     """
-    if (want := trained.of_trained(case)) is None:
+    if (want := trained.of_trained(case, behind)) is None:
         return
     here_BS = tokens_of(case) & trained.sure_positions(want)
-    for record in records(case, "optimizer"):
-        got = record.tensor("optimizer", f"{TRAINED}.logits")
+    for record in records(case, behind.record):
+        got = record.tensor(behind.record, f"{TRAINED}.logits")
         if got is None:
             continue
         far = _relative(want.logits_BSV, got, here_BS)
         if not far <= ANSWERS_APART:
             told = f"{far:.2g} > {tolerance(case, ANSWERS_APART)} of the largest"
-            message = f"logits once a step of the optimizer has moved weights differ from {TRANSFORMERS} by {told}"
+            message = f"logits once {behind.text} has moved weights differ from {TRANSFORMERS} by {told}"
             before = _relative(expected(case).logits_BSV, got, here_BS) <= ANSWERS_APART
             said = "those of the weights before the step" if before else ""
-            yield finding(case, record.rank, "optimizer", message, diagnosis=said)
+            yield finding(case, record.rank, behind.record, message, diagnosis=said)
 
 
 def _relative(want: torch.Tensor, got: torch.Tensor, here_BS: torch.Tensor) -> float:

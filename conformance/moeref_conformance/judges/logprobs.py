@@ -22,7 +22,7 @@ from moeref_conformance.contract.requests.logprobs import (
     rolled,
     temperature,
 )
-from moeref_conformance.contract.requests.optimizer import TRAINED
+from moeref_conformance.contract.requests.optimizer import BEHIND, TRAINED, Behind
 from moeref_conformance.diagnosis.token_values import Trial, of_others, told
 from moeref_conformance.judges import Case, judges, trained
 from moeref_conformance.judges.common import (
@@ -119,33 +119,34 @@ def _judge(case: Case, which: str) -> Outcome:
     findings = [*compared.of(which, which, "")]
     held = {record.rank: record for record in compared.held.values() if record.value("logprobs").get("changed")}
     findings += compared.of(which, f"{CHANGED}{which}", CHANGED, held)
-    findings += _behind_a_step(case, which)
+    for behind in BEHIND:
+        findings += _behind_a_step(case, which, behind)
     return outcome(findings, met=within(case, compared.worst, LIMIT))
 
 
-def _behind_a_step(case: Case, which: str) -> Iterator[Finding]:
+def _behind_a_step(case: Case, which: str, behind: Behind) -> Iterator[Finding]:
     """Values that are asked for once a step of an optimizer has moved weights, against those of what is sent then.
 
     Where routers choose by little, they and what follows in their row may be others.
     """
-    if (moved := trained.of_trained(case)) is None:
+    if (moved := trained.of_trained(case, behind)) is None:
         return
     sure_BS = trained.sure_positions(moved)[:, :-1]
     want_BS, before_BS = (
         logprobs.of_tokens(expected(case), temperature(case.cell), of_BSV)[which].where(sure_BS, torch.nan)
         for of_BSV in (moved.logits_BSV, expected(case).logits_BSV)
     )
-    for record in records(case, "optimizer"):
-        got_BS = record.tensor("optimizer", f"{TRAINED}.{which}")
+    for record in records(case, behind.record):
+        got_BS = record.tensor(behind.record, f"{TRAINED}.{which}")
         if got_BS is None:
             continue
         if got_BS.shape != want_BS.shape:
             message = f"{which} are {list(got_BS.shape)}, expected {list(want_BS.shape)}"
-            yield finding(case, record.rank, "optimizer", message)
+            yield finding(case, record.rank, behind.record, message)
         elif not (far := _farthest(want_BS, got_BS)) <= LIMIT:
             said = "those of the weights before the step" if _farthest(before_BS, got_BS) <= LIMIT else ""
-            message = f"once a step of the optimizer has moved weights {which} differ from transformers by {far:.2g}"
-            yield finding(case, record.rank, "optimizer", f"{message} > {tolerance(case, LIMIT)}", diagnosis=said)
+            message = f"once {behind.text} has moved weights {which} differ from transformers by {far:.2g}"
+            yield finding(case, record.rank, behind.record, f"{message} > {tolerance(case, LIMIT)}", diagnosis=said)
 
 
 def _farthest(want_BS: torch.Tensor, got_BS: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
-from moeref_conformance.contract.requests.optimizer import MOVED, STILL, TRAINED, of_one_microbatch, rates
+from moeref_conformance.contract.requests.optimizer import BEHIND, MOVED, STILL, TRAINED, of_one_microbatch, rates
 from moeref_conformance.judges import Case, judges, optimizer_causes, trained
 from moeref_conformance.judges.common import (
     expected,
@@ -82,7 +82,7 @@ def _of_moved_weights(case: Case) -> Iterator[Finding]:
     Nothing where a router chooses by little, or where multi-token prediction layers, which transformers lacks, train.
     """
     exact = case.cell.dtype == "float32" and not case.cell.mtp
-    of = None if unmeasured(case) or not exact else trained.of_trained(case)
+    of = None if unmeasured(case) or not exact else trained.of_trained(case, BEHIND[0])
     if of is None or not bool(trained.sure_positions(of)[tokens_of(case)].all()):
         return
     want = optimizer.norm(_of_parameters(of.gradients))

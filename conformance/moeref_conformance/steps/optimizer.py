@@ -144,16 +144,18 @@ def resumed(optimizer: Optimizer, context: Context) -> dict[str, Any] | None:
 
     The optimizer is saved and restored between the first two steps as well, so that the second save is that of a
     restored optimizer, after a number of steps other than its own. After the second restore a reference policy is
-    asked, if there is one, and weights are sent, as a run of RL begins. Last, an optimizer that is made while routers
-    are frozen takes two steps from the loaded weights.
+    asked, if there is one, and weights are sent, as a run of RL begins; after its step answers are asked for and
+    weights sent again. Last, an optimizer that is made while routers are frozen takes two steps from the loaded
+    weights.
 
     Saves all parameters as `saved.chunk:local`, `on.…` after the third step, `resumed.…` after the same one of the new
-    optimizer, and `frozen.…`; then they hold what they did before. The value has the parameters that the second save
-    and the second restore have changed, and the norm of the last step's gradient. None, without any step, where the
-    target does not claim to save.
+    optimizer, and `frozen.…`; then they hold what they did before. What is asked for and sent after the new one's step
+    is saved as `trained.…` and `sent.…`. The value has the parameters that the second save and the second restore have
+    changed, and the norm of the last step's gradient. None, without any step, where the target does not claim to save.
     """
     if not context.claims.optimizer_saves:
         return None
+    tokens_BS = load_file(context.input("tokens"))["tokens"]
     first_BS, second_BS = (_rows(context, step == of_one_microbatch(context.cell)) for step in (STILL, MOVED))
     kept = {"loaded": _copies(context)}
     optimizer.make()
@@ -169,15 +171,17 @@ def resumed(optimizer: Optimizer, context: Context) -> dict[str, Any] | None:
     _made_anew(optimizer, folder)
     changed["restore"] = _unlike(context, kept[SAVED])
     if _has_reference(context):
-        _beside(optimizer, context, {}, load_file(context.input("tokens"))["tokens"])
+        _beside(optimizer, context, {}, tokens_BS)
     deque(context.facet("export").stream(), maxlen=0)
     optimizer.step(first_BS, OPTIMIZER_RATE)
     kept[RESUMED] = _copies(context)
+    behind = _trained(context, tokens_BS) | _sent(context)
     _put(context, kept["loaded"])
     norm, kept[FROZEN] = _with_routers_frozen(optimizer, context, first_BS, second_BS)
     _put(context, kept.pop("loaded"))
     names = _parameters(context)
-    context.save("optimizer_resumed", {f"{when}.{name}": of[name] for when, of in kept.items() for name in names})
+    saved = {f"{when}.{name}": of[name] for when, of in kept.items() for name in names}
+    context.save("optimizer_resumed", saved | behind)
     return {**changed, FROZEN: norm}
 
 

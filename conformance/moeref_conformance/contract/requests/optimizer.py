@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 
@@ -9,7 +11,7 @@ from moeref_conformance.contract.cells import OPTIMIZER_RATE
 STILL = "still"
 #: The first step that moves weights, and what begins the names of the tensors that are sent after it.
 MOVED, SENT = "moved", "sent"
-#: The step at the rate 0 that follows the moved weights in fp32, and what begins the name of the logits before it.
+#: The step at the rate 0 that follows the moved weights in fp32, and what begins the names of answers before it.
 TRAINED = "trained"
 #: The step at the rate 0 after another load of the checkpoint, where the target takes one.
 RELOADED = "reloaded"
@@ -37,6 +39,25 @@ BEFORE, OFFLOADED, WAS, BACK = "before", "offloaded", "was", "back"
 
 #: What is in a gradient of a step that is to be skipped, by the name of that step.
 NOT_FINITE = {"inf": float("inf"), "nan": float("nan")}
+
+
+class Behind(NamedTuple):
+    """A step behind which answers are TRAINED and tensors SENT: its record, what begins names of parameters, in words.
+
+    `moved` begins the names of parameters after it, `before` of those before it.
+    """
+
+    record: str
+    moved: str
+    before: str
+    text: str
+
+
+#: The first step that moves weights, and that of a restored optimizer.
+BEHIND = (
+    Behind("optimizer", MOVED, STILL, "a step of the optimizer"),
+    Behind("optimizer_resumed", RESUMED, SAVED, "a step of a restored optimizer"),
+)
 
 
 def rates(cell: Cell) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -227,6 +228,39 @@ def _of_before_a_step(name: str, method: str, part: str = "") -> Callable[[Sessi
 
         stepped = facet(session, "optimizer", step=step)
         return stepped if method == "step" else facet(stepped, name, **{method: asked})
+
+    return wrap
+
+
+def _entropies_of_before_a_step(session: Session, cell: Cell, world: World) -> Any:
+    """Log-probabilities are of the weights as they are, entropies of those before the last step."""
+    bad: Any = _of_before_a_step("logprobs", "logprobs")(session, cell, world)
+    good: Any = session.logprobs
+
+    def asked(*given: Any) -> Any:
+        old, new = bad.logprobs.logprobs(*given), good.logprobs(*given)
+        return new and replace(new, entropies_BS=old.entropies_BS)
+
+    return facet(bad, "logprobs", logprobs=asked)
+
+
+def _once_restored(wrong: Callable[[Session, Cell, World], Any]) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: what an optimizer that is made once has put right goes wrong from the first restore on."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        bad, restored = wrong(session, cell, world), list[Path]()
+
+        def of_both(name: str, method: str) -> Callable[..., Any]:
+            return lambda *given: getattr(getattr(bad if restored else session, name), method)(*given)
+
+        def restore(folder: Path) -> None:
+            session.optimizer.restore(folder)  # type: ignore[union-attr]
+            restored.append(folder)
+
+        mixed = facet(session, "optimizer", step=of_both("optimizer", "step"), restore=restore)
+        for name, method in (("export", "stream"), ("forward", "logits"), ("logprobs", "logprobs")):
+            mixed = facet(mixed, name, **{method: of_both(name, method)})
+        return mixed
 
     return wrap
 
@@ -990,7 +1024,7 @@ FAULTS = (
         rules=("OPT-010",),
         cell=cell("qwen3_moe", "one", dtype="bfloat16", optimizer_step=True),
         wrap=_of_before_a_step("forward", "logits"),
-        says="once a step has moved weights logits are off transformers' by 1",
+        says="once a step of the optimizer has moved weights logits are off transformers' by 1",
     ),
     Fault(
         id="experts-of-before-a-step-in-logits-in-bf16",
@@ -998,7 +1032,75 @@ FAULTS = (
         rules=("OPT-010",),
         cell=cell("qwen3_moe", "ep2", dtype="bfloat16", optimizer_step=True),
         wrap=_of_before_a_step("forward", "logits", ".experts."),
-        says="once a step has moved weights logits are off transformers' by",
+        says="once a step of the optimizer has moved weights logits are off transformers' by",
+    ),
+    Fault(
+        id="logprobs-of-before-a-step-in-bf16",
+        bug="Megatron-LM#5949, #6336 in kind: logprobs are of weights that hooks after steps are to copy, and are not",
+        rules=("OPT-010",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        wrap=_of_before_a_step("logprobs", "logprobs"),
+        says="once a step of the optimizer has moved weights half of the logprobs are off transformers' by 1",
+    ),
+    Fault(
+        id="experts-of-before-a-step-in-logprobs-in-bf16",
+        bug="Primus#983 in kind: copies of experts go by a version that steps do not raise, and logprobs are of these",
+        rules=("OPT-010",),
+        cell=cell("qwen3_moe", "ep2", dtype="bfloat16", optimizer_step=True),
+        wrap=_of_before_a_step("logprobs", "logprobs", ".experts."),
+        says="once a step of the optimizer has moved weights half of the",
+    ),
+    Fault(
+        id="entropies-of-before-a-step-in-bf16",
+        bug="reported nowhere: entropies are kept with the weights that they are of, which a step does not raise",
+        rules=("OPT-010",),
+        cell=cell("qwen3_moe", "one", dtype="bfloat16", optimizer_step=True),
+        wrap=_entropies_of_before_a_step,
+        says="once a step of the optimizer has moved weights half of the entropies are off",
+    ),
+    Fault(
+        id="logprobs-of-before-a-restored-one-steps-in-bf16",
+        bug="Primus#983 in kind: the optimizer that is made first tells forwards of its steps, a restored one does not",
+        rules=("OPT-010",),
+        cell=cell("qwen3_moe", "ep2", dtype="bfloat16", optimizer_step=True),
+        wrap=_once_restored(_of_before_a_step("logprobs", "logprobs")),
+        says="once a step of a restored optimizer has moved weights half of the logprobs",
+    ),
+    Fault(
+        id="experts-sent-before-a-restored-one-steps",
+        bug="NeMo-RL#4086 in kind: the optimizer that is made first tells the export of its steps, a restored one not",
+        rules=("EXP-006",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        wrap=_once_restored(_sent_before_it_steps(".experts.")),
+        diagnosis="stale: what it held before the step",
+        says="after a step of a restored optimizer it is not what is sent",
+    ),
+    Fault(
+        id="logits-of-before-a-restored-one-steps",
+        bug="Primus#983 in kind: the optimizer that is made first tells forwards of its steps, a restored one does not",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        wrap=_once_restored(_of_before_a_step("forward", "logits")),
+        diagnosis="those of the weights before the step",
+        says="logits once a step of a restored optimizer has moved weights",
+    ),
+    Fault(
+        id="logprobs-of-before-a-restored-one-steps",
+        bug="Primus#983 in kind: the optimizer that is made first tells forwards of its steps, a restored one does not",
+        rules=("LGP-001",),
+        also=("LGP-002",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        wrap=_once_restored(_of_before_a_step("logprobs", "logprobs")),
+        diagnosis="those of the weights before the step",
+        says="once a step of a restored optimizer has moved weights logprobs differ",
+    ),
+    Fault(
+        id="logits-of-before-a-restored-one-steps-in-bf16",
+        bug="Primus#983 in kind: the optimizer that is made first tells forwards of its steps, a restored one does not",
+        rules=("OPT-010",),
+        cell=cell("qwen3_moe", "ep2", dtype="bfloat16", optimizer_step=True),
+        wrap=_once_restored(_of_before_a_step("forward", "logits")),
+        says="once a step of a restored optimizer has moved weights logits are off transformers' by",
     ),
     Fault(
         id="steps-with-weights-of-before-a-step",

@@ -14,7 +14,7 @@ from moeref_conformance.contract.api import TensorMeta
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord, digest
 from moeref_conformance.contract.requests.export import CHANGE
-from moeref_conformance.contract.requests.optimizer import BEHIND, SENT, Behind
+from moeref_conformance.contract.requests.optimizer import BEHIND, LOADED, RELOADED, SENT, Behind
 from moeref_conformance.diagnosis.compare import compare
 from moeref_conformance.diagnosis.diagnose import diagnose
 from moeref_conformance.diagnosis.matching import Candidates
@@ -292,7 +292,7 @@ def changed_weights_are_sent(case: Case, record: RankRecord) -> Iterable[Finding
     new = [finding for finding in findings if finding.hf_name not in before or "stale" in finding.diagnosis]
     if findings and not new:
         raise Untested("the tensors that are wrong were so in the first export, see EXP-001, EXP-002 and EXP-003")
-    return [*new, *(one for behind in BEHIND for one in _behind_a_step(case, behind))]
+    return [*new, *(one for behind in BEHIND for one in _behind_a_step(case, behind)), *_behind_a_load(case)]
 
 
 def _behind_a_step(case: Case, behind: Behind) -> Iterator[Finding]:
@@ -322,6 +322,30 @@ def _behind_a_step(case: Case, behind: Behind) -> Iterator[Finding]:
                 other = _sent_otherwise(case, behind, record.rank, key, held, still, moved)
                 shards[shard] = other and shards.get(shard, other)
     yield from filter(None, shards.values())
+
+
+def _behind_a_load(case: Case) -> Iterator[Finding]:
+    """Tensors of the first export that another stream lacks or has otherwise, once the checkpoint is loaded again.
+
+    Steps of an optimizer are between the two. Nothing where a target takes none, or refuses to load twice.
+    """
+    held = [record.tensors("optimizer") for record in records(case, "optimizer")]
+    if not any(name.startswith(f"{RELOADED}.") for tensors in held for name in tensors):
+        return
+    every = {name: tensor for tensors in held for name, tensor in tensors.items()}
+    first = {name: of for record in records(case, "export") for name, of in record.tensors("export").items()}
+    wrong = _wrong_before(case)
+    for name in (name for name in expected(case).tensors if name in first and name not in wrong):
+        got = every.get(f"{LOADED}.{SENT}.{name}")
+        if got is None:
+            message = f"{name} was not sent after the checkpoint was loaded again"
+            yield finding(case, None, "optimizer", message, hf_name=name)
+        elif difference := compare(first[name], got):
+            stale = compare(every.get(f"{SENT}.{name}", torch.empty(0)), got) is None
+            diagnosis = "stale: what was sent before that load" if stale else ""
+            message = f"{name}: after the checkpoint was loaded again what is sent differs: {difference.text}"
+            more = {"hf_name": name, "diagnosis": diagnosis, **difference.told}
+            yield finding(case, None, "optimizer", message, **more)
 
 
 def _stepped(case: Case, behind: Behind) -> list[RankRecord]:

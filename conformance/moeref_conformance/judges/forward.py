@@ -9,7 +9,7 @@ import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation
-from moeref_conformance.contract.requests.optimizer import BEHIND, TRAINED, Behind
+from moeref_conformance.contract.requests.optimizer import BEHIND, LOADED, TRAINED, Behind
 from moeref_conformance.diagnosis.compare import same
 from moeref_conformance.judges import Case, hidden_states, judges, trained
 from moeref_conformance.judges.common import (
@@ -147,9 +147,19 @@ def logits_are_transformers(case: Case) -> Outcome:
     if no := unmeasured(case):
         return no
     answer = _judge(case, expected(case).logits_BSV, TRANSFORMERS, NEAR, shorter=True)
-    return replace(
-        answer, findings=(*answer.findings, *(one for behind in BEHIND for one in _behind_a_step(case, behind)))
-    )
+    return replace(answer, findings=(*answer.findings, *_behind_steps(case)))
+
+
+def _behind_steps(case: Case) -> Iterator[Finding]:
+    """Logits once steps of an optimizer have moved weights, and once the checkpoint is loaded again behind them."""
+    for behind in BEHIND:
+        yield from _behind_a_step(case, behind)
+    for record in records(case, "optimizer"):
+        got, want_BSV = record.tensor("optimizer", f"{LOADED}.logits"), expected(case).logits_BSV
+        if got is not None and not (far := _relative(want_BSV, got, tokens_of(case))) <= ANSWERS_APART:
+            told = f"{far:.2g} > {tolerance(case, ANSWERS_APART)} of the largest"
+            message = f"logits once the checkpoint is loaded again differ from {TRANSFORMERS} by {told}"
+            yield finding(case, record.rank, "optimizer", message)
 
 
 def _behind_a_step(case: Case, behind: Behind) -> Iterator[Finding]:

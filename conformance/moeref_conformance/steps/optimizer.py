@@ -19,6 +19,7 @@ from moeref_conformance.contract.requests.optimizer import (
     BEFORE,
     BROKEN_OFF,
     FROZEN,
+    LOADED,
     MOVED,
     NOT_FINITE,
     OFFLOADED,
@@ -52,8 +53,8 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     policy is asked, of which `reference` tells, and what is sent then is saved as `sent.…`. Logits and
     log-probabilities that are asked for before that are saved as `trained.…`. In fp32 a step at the rate 0 follows,
     whose norm is that of moved weights. After the last one the checkpoint is loaded again, unless the target refuses to
-    load twice, and a step at the rate 0 follows, after which the reference policy is asked once more. In the end the
-    parameters hold what they did before.
+    load twice. Weights that are sent then, and logits, are saved as `loaded.…`. A step at the rate 0 follows, after
+    which the reference policy is asked once more. In the end the parameters hold what they did before.
     """
     cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
     norms, saved = dict[str, float | None](), dict[str, torch.Tensor]()
@@ -75,6 +76,7 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
         norm = optimizer.step(_rows(context, False), 0.0)
         norms[TRAINED] = None if norm is None else float(norm)
     if refusal(context.facet("export").load, context.input("checkpoint")) is None:
+        saved |= _loaded_again(context, tokens_BS)
         optimizer.step(_rows(context, True), 0.0)
         saved |= {f"{RELOADED}.{name}": copied(parameter) for name, parameter in _parameters(context).items()}
         if _has_reference(context):
@@ -131,6 +133,14 @@ def _trained(context: Context, tokens_BS: torch.Tensor) -> dict[str, torch.Tenso
     if "logprobs" in context.claims.facets and logprobs.asked(cell):
         found |= logprobs.checked(context.facet("logprobs").logprobs(tokens_BS, temperature(cell)))
     return {f"{TRAINED}.{name}": of for name, of in found.items()}
+
+
+def _loaded_again(context: Context, tokens_BS: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What is sent, and logits where a rank has any, once the checkpoint is loaded again."""
+    found = _sent(context)
+    if "forward" in context.claims.facets:
+        found |= _logits(context.facet("forward").logits(tokens_BS), tokens_BS)
+    return {f"{LOADED}.{name}": of for name, of in found.items()}
 
 
 def _sent(context: Context) -> dict[str, torch.Tensor]:

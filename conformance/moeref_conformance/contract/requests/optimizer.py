@@ -15,6 +15,8 @@ MOVED, SENT = "moved", "sent"
 TRAINED = "trained"
 #: The step at the rate 0 after another load of the checkpoint, where the target takes one.
 RELOADED = "reloaded"
+#: What begins the names of the logits, and of what is sent, between that load and that step.
+LOADED = "loaded"
 #: The weights where the optimizer is saved, after its next step, and after the same step of one that was restored.
 SAVED, ON, RESUMED = "saved", "on", "resumed"
 #: The weights after the first two steps of an optimizer that is made while routers are frozen.

@@ -244,6 +244,53 @@ def _entropies_of_before_a_step(session: Session, cell: Cell, world: World) -> A
     return facet(bad, "logprobs", logprobs=asked)
 
 
+def _of_before_a_load(name: str, method: str) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: a facet's method has the weights as they were before a later load, until they are written to.
+
+    Or until the next step.
+    """
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        export: Any = session.export
+        good: Any = session.optimizer
+        ask = getattr(getattr(session, name), method)
+        loads, old, left = list[Path](), Named(), Named()
+
+        def load(checkpoint: Path) -> None:
+            before = _copies(session)
+            export.load(checkpoint)
+            if loads:
+                old.update(before)
+                left.update(_copies(session))
+            loads.append(checkpoint)
+
+        def step(tokens_BS: torch.Tensor, rate: float) -> Any:
+            old.clear()
+            return good.step(tokens_BS, rate)
+
+        @contextmanager
+        def stale() -> Iterator[None]:
+            held = _copies(session)
+            _write(session, {key: of for key, of in old.items() if torch.equal(held[key], left[key])})
+            try:
+                yield
+            finally:
+                _write(session, held)
+
+        def streamed() -> Iterator[Any]:
+            with stale():
+                yield from ask()
+
+        def asked(*given: Any) -> Any:
+            with stale():
+                return ask(*given)
+
+        stepped = facet(facet(session, "export", load=load), "optimizer", step=step)
+        return facet(stepped, name, **{method: streamed if method == "stream" else asked})
+
+    return wrap
+
+
 def _once_restored(wrong: Callable[[Session, Cell, World], Any]) -> Callable[[Session, Cell, World], Any]:
     """A fault's `wrap`: what an optimizer that is made once has put right goes wrong from the first restore on."""
 
@@ -1065,6 +1112,23 @@ FAULTS = (
         cell=cell("qwen3_moe", "ep2", dtype="bfloat16", optimizer_step=True),
         wrap=_once_restored(_of_before_a_step("logprobs", "logprobs")),
         says="once a step of a restored optimizer has moved weights half of the logprobs",
+    ),
+    Fault(
+        id="sent-as-before-a-later-load",
+        bug="SkyRL#2149 in kind: weights are loaded after steps, and what was made of them for a sync is not made anew",
+        rules=("EXP-006",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        wrap=_of_before_a_load("export", "stream"),
+        diagnosis="stale",
+        says="after the checkpoint was loaded again what is sent differs",
+    ),
+    Fault(
+        id="logits-of-before-a-later-load",
+        bug="SkyRL#2149 in kind: weights are loaded after steps, and copies of them that forwards have are kept",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        wrap=_of_before_a_load("forward", "logits"),
+        says="logits once the checkpoint is loaded again differ",
     ),
     Fault(
         id="experts-sent-before-a-restored-one-steps",

@@ -36,12 +36,16 @@ _REFUSABLE: dict[str, Callable[[Case, Mapping[str, Any]], bool]] = {
     **dict.fromkeys(("all-gather", "two dispatchers", "flex"), lambda case, nothing: True),
     # The Hugging Face config says something else.
     "another epsilon": lambda case, nothing: True,
+    # A target's loss may be one by tokens.
+    "means of microbatches": lambda case, nothing: True,
     # It takes NCCL_ALGO and kernels of its own.
     "deterministic": lambda case, nothing: True,
     "grouped experts": lambda case, nothing: "grouped" not in case.claims.experts,
     "replay": lambda case, nothing: case.claims.replay == {"off"},
     # They would have no effect.
-    "overlap": lambda case, nothing: not nothing.get("moe_shared_expert_intermediate_size"),
+    **dict.fromkeys(
+        ("overlap", "no overlap"), lambda case, nothing: not nothing.get("moe_shared_expert_intermediate_size")
+    ),
     "drop policy": lambda case, nothing: nothing.get("moe_expert_capacity_factor") is None,
 }
 #: Settings that a request may bring with it, by title, and their values: what DeepEP and HybridEP ask for. Both take

@@ -731,6 +731,19 @@ def _flex_with_its_needs(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "config", resolve=resolve)
 
 
+def _on_of_itself(session: Any, cell: Cell, world: World) -> Any:
+    """Shared experts overlap unless that is asked for otherwise, and the loss is one by tokens, which is said."""
+    good, own = session.config, {"moe_shared_expert_overlap": True, "calculate_per_token_loss": True}
+
+    def resolve(request: Request, role: str) -> Mapping[str, Any]:
+        asked = {**request.fields, **request.overrides}
+        if asked.get("calculate_per_token_loss", True) is False:
+            raise ValueError("calculate_per_token_loss: the loss here is a sum over tokens")
+        return {**good.resolve(request, role), **{name: asked.get(name, value) for name, value in own.items()}}
+
+    return facet(session, "config", given=lambda: {**good.given(), **own}, resolve=resolve)
+
+
 def _gradients_as_views(session: Any, cell: Cell, world: World) -> Any:
     """Gradients come from the last parameter to the first, those of matrices as transposes of contiguous ones."""
     good = session.gradients
@@ -1473,6 +1486,12 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "tp1", backend="static"),
         wrap=_validated,
         claims={"replay": frozenset({"off"}), "experts": frozenset({"sequential"})},
+    ),
+    Benign(
+        id="on-unless-turned-off",
+        why="Megatron-Bridge's providers overlap shared experts of themselves; NeMo-RL's loss is one by tokens",
+        cell=cell("glm4_moe", "tp1", backend="static"),
+        wrap=_on_of_itself,
     ),
     Benign(
         id="reference-for-logits-alone",

@@ -20,6 +20,9 @@ HONOURED: dict[str, Request] = {
     "another epsilon": Request(overrides={"layernorm_epsilon": 0.125}),
     "deterministic": Request(overrides={"deterministic_mode": True}),
     "overlap": Request(overrides={"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"}),
+    # What a bridge may have on of itself, turned off; Megatron's default is off.
+    "no overlap": Request(overrides={"moe_shared_expert_overlap": False}),
+    "means of microbatches": Request(overrides={"calculate_per_token_loss": False}),
     "drop policy": Request(overrides={"moe_token_drop_policy": "position"}),
     "false": Request(fields={"moe_grouped_gemm": False, "moe_router_enable_expert_bias": False}),
     "false and zero, passed through": Request(

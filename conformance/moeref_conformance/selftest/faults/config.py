@@ -334,6 +334,22 @@ FAULTS = (
         says="attention_softmax_in_fp32 is True, not False",
     ),
     Fault(
+        id="overlap-not-turned-off",
+        bug="miles#3232: the bridge overlaps shared experts of itself, and whoever asks for none is not heard",
+        rules=("CFG-003",),
+        cell=ONE,
+        wrap=always(moe_shared_expert_overlap=True),
+        says="moe_shared_expert_overlap is True, not False",
+    ),
+    Fault(
+        id="per-token-loss-not-turned-off",
+        bug="verl#6609 in kind: a bridge sets calculate_per_token_loss where it builds, whatever was asked for",
+        rules=("CFG-003",),
+        cell=ONE,
+        wrap=always(calculate_per_token_loss=True),
+        says="calculate_per_token_loss is True, not False",
+    ),
+    Fault(
         id="dispatcher-dropped-when-built",
         bug="B5 slime#1737, miles#1483: the model is built without the dispatcher that was asked for",
         rules=("CFG-009",),

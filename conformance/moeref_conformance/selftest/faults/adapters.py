@@ -91,6 +91,34 @@ def sent(change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None])
     return wrap
 
 
+def _on_whole_qkv(session: Session, cell: Cell, world: World) -> Any:
+    """Whatever part of a fused linear is asked for, all of it gets adapters."""
+    good: Any = session.adapters
+
+    def attach(checkpoint: Path, rank: int, alpha: float, modules: Any) -> None:
+        good.attach(checkpoint, rank, alpha, ("q_proj", "k_proj", "v_proj"))
+
+    return facet(session, "adapters", attach=attach)
+
+
+def _expert_shards_cut_in_half(session: Session, cell: Cell, world: World) -> Any:
+    """Rows [gate, up, gate, up] of two ETP ranks are cut in the middle."""
+    good: Any = session.adapters
+
+    def stream() -> Sent:
+        held = dict(good.stream())
+        for name, tensor in held.items():
+            part = next((p for p in ("gate_proj", "up_proj") if f"{p}.lora_B" in name), "")
+            if tensor is None or EXPERTS not in name or not part:
+                yield name, tensor
+                continue
+            gate, up = (held[name.replace(part, p)].chunk(2) for p in ("gate_proj", "up_proj"))
+            rank = ("gate_proj", "up_proj").index(part)
+            yield name, torch.cat((gate[rank], up[rank]))
+
+    return facet(session, "adapters", stream=stream)
+
+
 def _exchanged(first: str, second: str, factor: str) -> Change:
     """A fault's `wrap` that sends the factor of one linear under the name of another, and of that under this one's."""
 
@@ -1129,6 +1157,24 @@ FAULTS = (
         wrap=_merged(_without_k_and_v),
         says="k_proj.weight is not the sum",
         diagnosis="without its adapter",
+    ),
+    Fault(
+        id="adapters-of-k-beside-q-and-v",
+        bug="miles#1792, its review: q and v are asked for, and the whole of their fused linear is trained and sent",
+        rules=("LRA-001",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_on_whole_qkv,
+        claims={"adapter_modules": frozenset({"q_proj", "v_proj"})},
+        one_rank=True,
+        says="k_proj.lora_A.weight is no adapter that was asked for",
+    ),
+    Fault(
+        id="adapters-of-expert-shards-not-rechunked",
+        bug="Megatron-Bridge#3408, its review: rows of ETP ranks, each gate and up of experts, are cut in the middle",
+        rules=("LRA-002", "LRA-003", "LRA-005"),
+        cell=cell("qwen3_moe", "etp2", loss_mask=True),
+        wrap=_expert_shards_cut_in_half,
+        says="experts.0.gate_proj.lora_B.weight",
     ),
     Fault(
         id="adapters-on-every-linear",

@@ -108,7 +108,34 @@ def _from_zero(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(router, "topk_routing_with_score_function", routed)
 
 
+def _counted_as_dispatched(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """A balancing loss counts the experts that tokens go to, by bias and groups, and not those of their scores."""
+    from megatron.core.transformer.moe import router
+
+    routed, scored = router.topk_routing_with_score_function, router.compute_routing_scores_for_aux_loss
+    maps = list[torch.Tensor]()
+
+    def routing(*given: Any, **named: Any) -> Any:
+        probs_TE, map_TE = routed(*given, **named)
+        maps[:] = [map_TE]
+        return probs_TE, map_TE
+
+    return mock.patch.multiple(
+        router,
+        topk_routing_with_score_function=routing,
+        compute_routing_scores_for_aux_loss=lambda *given, **named: (maps[0], scored(*given, **named)[1]),
+    )
+
+
 FAULTS = (
+    Fault(
+        id="router-loss-counts-the-dispatched",
+        bug="ISEEKYAN/Megatron-LM#223: a balancing loss has counts of experts within groups, and scores beyond them",
+        rules=("GRD-001",),
+        cell=cell("deepseek_v3", "tp2", layers=3, batch="pairs", router_loss="seq_aux_loss"),
+        patch=_counted_as_dispatched,
+        one_rank=True,
+    ),
     Fault(
         id="groups-masked-with-zeros",
         bug="sglang#3705, DeepSeek-V3#741: experts of other groups score 0, more than those that a bias makes negative",

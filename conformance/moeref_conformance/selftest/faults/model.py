@@ -182,7 +182,7 @@ FAULTS = (
     ),
     Fault(
         id="experts-in-the-memory-of-the-first-forward",
-        bug="Primus#975: experts compute from one buffer, and an optimizer gives the weights cut from it other memory",
+        bug="Primus#975, Megatron-LM#6963: experts compute from one buffer, and weights cut from it get other memory",
         rules=("FWD-001",),
         cell=cell("glm4_moe", "tp2-ep2-etp1", experts="grouped"),
         wrap=_first_memory,

@@ -334,6 +334,21 @@ def _without_padding(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"packed_seq_params": replace(packed, cu_seqlens_q=ends)}
 
 
+def _recomputed_without_inputs(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """An MTP layer that is recomputed takes its inputs by keyword, of which the checkpoint keeps no gradient."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    good = MultiTokenPredictionLayer._checkpointed_forward
+
+    def cut(value: Any) -> Any:
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    def forward(self: Any, *given: Any, **named: Any) -> Any:
+        return good(self, *map(cut, given), **{name: cut(value) for name, value in named.items()})
+
+    return mock.patch.object(MultiTokenPredictionLayer, "_checkpointed_forward", forward)
+
+
 def _first_stage_alone(cell: Cell, world: World) -> AbstractContextManager[Any]:
     """The embedding's group is the first stage; the stage of MTP layers keeps its copy to itself."""
     from megatron.core import parallel_state
@@ -467,7 +482,7 @@ FAULTS = (
     ),
     Fault(
         id="mtp-mean-of-parts",
-        bug="megatron-core in kind: MTP layers divide by each CP rank's tokens, so that gradients depend on CP",
+        bug="Megatron-LM#7498 in kind: MTP layers divide by each CP rank's tokens, so that gradients depend on CP",
         rules=("GRD-001",),
         cell=cell("glm4_moe", "cp2", mtp=1),
         wrap=of_losses(means_of_parts),
@@ -532,6 +547,15 @@ FAULTS = (
         cell=cell("glm4_moe", "pp2", mtp=1),
         patch=_first_stage_alone,
         says="embedding.word_embeddings.weight",
+    ),
+    Fault(
+        id="mtp-recomputed-without-inputs",
+        bug="Megatron-LM#4593, Megatron-LM#4765: the checkpoint of recomputed MTP layers does not see their inputs",
+        rules=("GRD-001",),
+        also=("GRD-002",),  # routers count tokens where they are recomputed
+        cell=cell("glm4_moe", "pp2", mtp=1, bias_update=True),
+        patch=_recomputed_without_inputs,
+        says="the gradient of ",
     ),
     Fault(
         id="mtp-routers-replayed",

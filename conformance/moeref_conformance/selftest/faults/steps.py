@@ -414,7 +414,7 @@ FAULTS = (
     ),
     Fault(
         id="aux-loss-nobody-asked-for",
-        bug="a coefficient in the model's config, or Megatron's default, adds the auxiliary loss to a step without it",
+        bug="Megatron-LM#5694: router_aux_loss_coef of the model's config adds the auxiliary loss to a step without it",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "one"),
         wrap=with_loss(routing_type="aux_loss", moe_aux_loss_coeff=COEFFICIENT),

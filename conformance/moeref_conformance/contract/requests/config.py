@@ -26,9 +26,20 @@ HONOURED: dict[str, Request] = {
     "drop policy": Request(overrides={"moe_token_drop_policy": "position"}),
     "false": Request(fields={"moe_grouped_gemm": False, "moe_router_enable_expert_bias": False}),
     "false and zero, passed through": Request(
-        overrides={"qk_layernorm": False, "gated_linear_unit": False, "moe_router_bias_update_rate": 0.0}
+        overrides={
+            "qk_layernorm": False,
+            "gated_linear_unit": False,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_aux_loss_coeff": 0.0,
+        }
     ),
-    "none": Request(overrides={"moe_router_topk_scaling_factor": None, "moe_shared_expert_intermediate_size": None}),
+    "none": Request(
+        overrides={
+            "moe_router_topk_scaling_factor": None,
+            "moe_shared_expert_intermediate_size": None,
+            "moe_z_loss_coeff": None,
+        }
+    ),
     "a list": Request(
         fields={"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
         overrides={"moe_aux_loss_coeff": [0.5, 0.25]},

@@ -142,6 +142,18 @@ def _unless_asked(**values: Any) -> Wrap:
     return wrap
 
 
+def _unless_asked_for_some(session: Session, cell: Cell, world: World) -> Any:
+    """Routers have the losses of the model's config and of a recipe, and 0 and None ask for nothing else."""
+    good: Any = session.config
+    values = {"moe_aux_loss_coeff": 0.001, "moe_z_loss_coeff": 3.5e-6}
+
+    def resolve(request: Request, role: str) -> Mapping[str, Any]:
+        asked = {**request.fields, **request.overrides}
+        return {**good.resolve(request, role), **{name: asked.get(name) or value for name, value in values.items()}}
+
+    return facet(session, "config", given=lambda: {**good.given(), **values}, resolve=resolve)
+
+
 def _with_a_float(session: Session, cell: Cell, world: World) -> Any:
     """The number of experts is a float."""
     given: Mapping[str, Any] = session.config.given()  # type: ignore[union-attr]
@@ -348,6 +360,14 @@ FAULTS = (
         cell=ONE,
         wrap=always(calculate_per_token_loss=True),
         says="calculate_per_token_loss is True, not False",
+    ),
+    Fault(
+        id="router-losses-not-turned-off",
+        bug="Megatron-LM#5694, AReaL#1372 in kind: who asks for no loss of routers gets the model's or a recipe's",
+        rules=("CFG-003",),
+        cell=ONE,
+        wrap=_unless_asked_for_some,
+        says="moe_aux_loss_coeff is 0.001, not 0.0",
     ),
     Fault(
         id="dispatcher-dropped-when-built",

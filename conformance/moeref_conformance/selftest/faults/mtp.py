@@ -336,17 +336,15 @@ def _without_padding(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _recomputed_without_inputs(cell: Cell, world: World) -> AbstractContextManager[Any]:
     """An MTP layer that is recomputed takes its inputs by keyword, of which the checkpoint keeps no gradient."""
-    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+    from megatron.core import tensor_parallel
 
-    good = MultiTokenPredictionLayer._checkpointed_forward
+    good = tensor_parallel.checkpoint
 
-    def cut(value: Any) -> Any:
-        return value.detach() if isinstance(value, torch.Tensor) else value
+    def checkpoint(function: Any, *given: Any) -> Any:
+        cut = function.__qualname__.startswith("MultiTokenPredictionLayer.")
+        return good(function, *(of.detach() if cut and isinstance(of, torch.Tensor) else of for of in given))
 
-    def forward(self: Any, *given: Any, **named: Any) -> Any:
-        return good(self, *map(cut, given), **{name: cut(value) for name, value in named.items()})
-
-    return mock.patch.object(MultiTokenPredictionLayer, "_checkpointed_forward", forward)
+    return mock.patch.object(tensor_parallel, "checkpoint", checkpoint)
 
 
 def _first_stage_alone(cell: Cell, world: World) -> AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ FROZEN = {
     "logits 1.0": "ba677943",
     "logprobs 1.0": "737346c2",
     "gradients 1.0": "c7362351",
-    "optimizer 1.0": "d7a0a432",
+    "optimizer 1.0": "4b27384f",
     "adapters 1.0": "4bd673f1",
     "settings 1.0": "e1ebaed3",
     "dispatch 1.0": "e2a987f1",

@@ -44,7 +44,7 @@ def all_is_as_it_was_after_an_offload(case: Case) -> Outcome:
 def _not_as_before(case: Case) -> Iterator[Finding]:
     for rank, told in values(case, STEP):
         for key in told["gone"]:
-            message = f"{key}: once all is back from an offload it is not"
+            message = f"{key}: it is gone once all is back from an offload"
             yield finding(case, rank, STEP, message, local_name=key.partition(":")[2])
     for record in records(case, "inventory", STEP):
         tensors = record.tensors(STEP)

@@ -91,9 +91,9 @@ class Trainer:
         """
         if _OPTIMIZER not in self._offloaded:
             self.optimizer.zero_grad()
+            self._offloaded[_OPTIMIZER] = Offloaded(self._states())
             for one in self._wrapped:
                 one.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=False)
-            self._offloaded[_OPTIMIZER] = Offloaded(self._states())
         if _WEIGHTS not in self._offloaded:
             self._offloaded[_WEIGHTS] = Offloaded(self._weights())
             self._hooks = [chunk.register_forward_pre_hook(self._check_here) for chunk in self.built.chunks]

@@ -23,12 +23,10 @@ from moeref_conformance.judges.common import (
     unmeasured,
     values,
 )
-from moeref_conformance.judges.resumed import other_experts, otherwise
+from moeref_conformance.judges.resumed import all_otherwise
 from moeref_conformance.judges.stepped import Stepped
 
 STEP = "optimizer_offloaded"
-#: What a step is compared with one without.
-OFFLOAD = "an offload"
 
 
 @judges("OPT-011")
@@ -88,7 +86,4 @@ def _stepped_otherwise(case: Case) -> Iterator[Finding]:
             before, moved = (after.get(f"{when}.{key}", none) for when in (BEFORE, OFFLOADED))
             of = {STILL: before, ON: right.get(f"{last}.{key}", none), MOVED: moved}
             stepped.append(Stepped(key, held, of, None))
-        for one in stepped:
-            yield from otherwise(case, record, one, OFFLOAD)
-        if case.cell.dtype != "float32" and in_any_order(case):
-            yield from other_experts(case, record, stepped, OFFLOAD)
+        yield from all_otherwise(case, record, stepped, "an offload")

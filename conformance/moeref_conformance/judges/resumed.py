@@ -104,6 +104,14 @@ def _restored(case: Case, record: RankRecord) -> Iterator[Stepped]:
         yield Stepped(key, held, {step: tensors.get(f"{when}.{key}", none) for step, when in after.items()}, None)
 
 
+def all_otherwise(case: Case, record: RankRecord, stepped: Sequence[Stepped], without: str) -> Iterator[Finding]:
+    """As `otherwise`, of every parameter, and as `other_experts` where these tell more."""
+    for one in stepped:
+        yield from otherwise(case, record, one, without)
+    if case.cell.dtype != "float32" and in_any_order(case):
+        yield from other_experts(case, record, stepped, without)
+
+
 def otherwise(case: Case, record: RankRecord, of: Stepped, without: str) -> Iterator[Finding]:
     """The finding of a parameter that is after the step MOVED not as after ON: that step `without` something."""
     if not of.on_record:

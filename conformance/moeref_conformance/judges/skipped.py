@@ -22,7 +22,7 @@ from moeref_conformance.judges.common import (
     unmeasured,
     values,
 )
-from moeref_conformance.judges.resumed import other_experts, otherwise
+from moeref_conformance.judges.resumed import all_otherwise
 from moeref_conformance.judges.stepped import Stepped
 
 STEP = "optimizer_not_finite"
@@ -93,8 +93,4 @@ def _gone_on(case: Case, name: str) -> Iterator[Finding]:
         for key, (held,) in parameters(record, placement(case)):
             still, on = (right.get(f"{when}.{key}", none) for when in (STILL, MOVED))
             gone_on.append(Stepped(key, held, {STILL: still, ON: on, MOVED: after.get(f"{name}.{key}", none)}, None))
-        without = f"a skipped step, of {name}"
-        for one in gone_on:
-            yield from otherwise(case, record, one, without)
-        if case.cell.dtype != "float32" and in_any_order(case):
-            yield from other_experts(case, record, gone_on, without)
+        yield from all_otherwise(case, record, gone_on, f"a skipped step, of {name}")

@@ -208,8 +208,8 @@ class Gradients(Protocol):
 
         In a cell with `bias_update` the step also updates the experts' bias of routers, by a rate of 0.001
         (`BIAS_UPDATE_RATE`), and the answer has each updated bias too, under its chunk and local name. Tokens are
-        counted over all microbatches and replicas of this step, those of padding nowhere. The model's own bias stays as
-        it was.
+        counted over all microbatches and replicas of this step, those of padding nowhere, nor those of other forwards,
+        as for logits or log-probabilities. The model's own bias stays as it was.
         """
 
 

@@ -103,8 +103,7 @@ def step(facet: Gradients, context: Context) -> dict[str, Any]:
     if cell.bias_update:
         other_BS = backwards(rows_BS)  # the same tokens, counted twice, would not move a bias otherwise
         facet.gradients(other_BS)
-        if "forward" in context.claims.facets:  # an evaluation, whose tokens do not count
-            context.facet("forward").logits(other_BS)
+        _without_gradients(other_BS, context)
     elif twice(cell):
         with scaled([*last_layer(context), *heads(context)]):
             found = facet.gradients(*(of_BS[: cell.rows] for of_BS in (rows_BS, *mask)))  # one microbatch
@@ -113,6 +112,15 @@ def step(facet: Gradients, context: Context) -> dict[str, Any]:
         found = facet.gradients(rows_BS, *mask)
     context.save("gradients", {**by_name(found), **first})
     return {"off": off(before, context)}
+
+
+def _without_gradients(tokens_BS: torch.Tensor, context: Context) -> None:
+    """An evaluation of the rows, and their old log-probabilities, as RL asks for them between steps: neither counts."""
+    cell, facets = context.cell, context.claims.facets
+    if "forward" in facets:
+        context.facet("forward").logits(tokens_BS)
+    if "logprobs" in facets and cell.replay == "off" and not cell.precision:
+        context.facet("logprobs").logprobs(tokens_BS, TEMPERATURE)
 
 
 def by_name(gradients: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -79,22 +79,26 @@ def _with_an_evaluation(good: Any, tokens_BS: Any, own: Any, right: Any) -> Any:
     return {key: answer[key] for key in right}
 
 
-def _with_forwards_before(session: Session, cell: Cell, world: World) -> Any:
-    """Tokens of forwards that are no training step stay in the counts, until a step updates the bias."""
-    counted: list[torch.Tensor] = []
-    good: Any = session.forward
+def _with_forwards_before(of: str, method: str) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: tokens of forwards by this method stay in the counts, until a step updates the bias."""
 
-    def logits(tokens_BS: torch.Tensor) -> Any:
-        counted.append(tokens_BS)
-        return good.logits(tokens_BS)
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        counted: list[torch.Tensor] = []
+        asked: Any = getattr(getattr(session, of), method)
 
-    def bias(good: Any, tokens_BS: Any, own: Any, right: Any) -> Any:
-        fit = [one for one in counted if one.shape[1] == tokens_BS.shape[1]]
-        counted.clear()
-        answer = good.gradients(torch.cat([tokens_BS, *fit]))
-        return {key: answer[key] for key in right}
+        def forward(tokens_BS: torch.Tensor, *more: Any) -> Any:
+            counted.append(tokens_BS)
+            return asked(tokens_BS, *more)
 
-    return _other_bias(bias)(facet(session, "forward", logits=logits), cell, world)
+        def bias(good: Any, tokens_BS: Any, own: Any, right: Any) -> Any:
+            fit = [one for one in counted if one.shape[1] == tokens_BS.shape[1]]
+            counted.clear()
+            answer = good.gradients(torch.cat([tokens_BS, *fit]))
+            return {key: answer[key] for key in right}
+
+        return _other_bias(bias)(facet(session, of, **{method: forward}), cell, world)
+
+    return wrap
 
 
 def _with_the_step_before(session: Session, cell: Cell, world: World) -> Any:
@@ -532,7 +536,16 @@ FAULTS = (
         bug="Megatron-LM#4433: tokens of a forward stay in the counts that the next step's update of the bias uses",
         rules=("GRD-002",),
         cell=cell("glm4_moe", "one", bias_update=True),
-        wrap=_with_forwards_before,
+        wrap=_with_forwards_before("forward", "logits"),
+        one_rank=True,
+        diagnosis="moved by",
+    ),
+    Fault(
+        id="bias-counts-old-logprobs",
+        bug="torchtitan#4148 in kind: routers count in forwards without gradients, here in those of old logprobs",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "one", bias_update=True),
+        wrap=_with_forwards_before("logprobs", "logprobs"),
         one_rank=True,
         diagnosis="moved by",
     ),

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Replay, Turn
+from moeref_conformance.contract.requests.logprobs import TEMPERATURE
 from moeref_conformance.contract.requests.replay import AGAIN, SHORTER, WHOLE
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
@@ -73,6 +74,8 @@ class _Phases:
 
     def __init__(self, replay: Replay, context: Context) -> None:
         self._replay, self._forward = replay, context.facet("forward")
+        gives = "logprobs" in context.claims.facets and not context.cell.precision
+        self._logprobs = context.facet("logprobs") if gives else None
         self._chunks = list(context.facet("export").chunks())
         self.tokens_BS = load_file(context.input("tokens"))["tokens"]
         self._cell = context.cell
@@ -104,13 +107,19 @@ class _Phases:
         if length := shorter(self.tokens_BS.shape[1], self._cell):
             begun = [sent_again(a[row][: length - 1], b[row]) for row in range(self._cell.rows)]
             self._take(SHORTER, replay.replay, self._one_BS[:, :length].contiguous(), begun)
-        if self._cell.bias_update:  # its tokens do not count in the step; all take the same experts, so that these show
-            replay.replay(self.tokens_BS, [np.repeat(b[0][:1], len(sample), axis=0) for sample in b])
+        if self._cell.bias_update:
+            self._uncounted([np.repeat(b[0][:1], len(sample), axis=0) for sample in b])
         self._take("step-a", replay.step, rows_BS, in_turns(*([routes[row] for row in self._own] for routes in (a, b))))
         with self._recomputed(self._chunks):
             self._take("recompute-b", replay.step, rows_BS, [b[row] for row in self._own])
         self._take(AGAIN, replay.replay, self.tokens_BS, a)
         self._take("native-after", self._forward.logits, self._one_BS)
+
+    def _uncounted(self, routes: list[Routes]) -> None:
+        """Forwards whose tokens do not count in a later step: all take the same experts, so that these would show."""
+        self._replay.replay(self.tokens_BS, routes)
+        if self._logprobs:
+            under(self._logprobs.logprobs, self.tokens_BS, TEMPERATURE, routes=routes)
 
     def _take(self, phase: str, call: Callable[..., Any], *arguments: Any) -> None:
         norms = entering_norms(self._chunks, self.observed, f"{phase}.norms") if phase == "replay-a" else nullcontext()

@@ -234,6 +234,17 @@ def _counted_in_replayed_forwards(cell: Cell, world: World) -> AbstractContextMa
     return mock.patch.object(TopKRouter, "__call__", called)
 
 
+def _counted_in_old_logprobs(session: Session, cell: Cell, world: World) -> Any:
+    """As `_counted_in_replayed_forwards`, in forwards alone that give log-probabilities."""
+    good: Any = session.logprobs
+
+    def logprobs(tokens_BS: torch.Tensor, temperature: float, *routes: Any) -> Any:
+        with _counted_in_replayed_forwards(cell, world):
+            return good.logprobs(tokens_BS, temperature, *routes)
+
+    return facet(session, "logprobs", logprobs=logprobs)
+
+
 def with_loss(
     of: str = "gradients", method: str = "gradients", **settings: Any
 ) -> Callable[[Session, Cell, World], Any]:
@@ -589,6 +600,15 @@ FAULTS = (
         rules=("GRD-002",),
         cell=cell("glm4_moe", "ep2", batch="packed", replay="R3", bias_update=True),
         patch=_counted_in_replayed_forwards,
+        says="have another bias after step-a",
+        diagnosis="moved by",
+    ),
+    Fault(
+        id="bias-counts-replayed-logprobs",
+        bug="torchtitan#4148 in kind: routes count in forwards without gradients, here in those of old logprobs",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "ep2", batch="packed", replay="R3", bias_update=True),
+        wrap=_counted_in_old_logprobs,
         says="have another bias after step-a",
         diagnosis="moved by",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 
@@ -40,11 +41,13 @@ from moeref_conformance.judges.stepped import (
     LIMIT,
     TURNED,
     Stepped,
+    Way,
     by_formula,
     experts_of_layers,
     finding_of,
     from_loaded,
     how_far,
+    wrong_of,
 )
 from moeref_conformance.oracles import optimizer
 
@@ -104,21 +107,27 @@ def _restored(case: Case, record: RankRecord) -> Iterator[Stepped]:
         yield Stepped(key, held, {step: tensors.get(f"{when}.{key}", none) for step, when in after.items()}, None)
 
 
-def all_otherwise(case: Case, record: RankRecord, stepped: Sequence[Stepped], without: str) -> Iterator[Finding]:
-    """As `otherwise`, of every parameter, and as `other_experts` where these tell more."""
-    for one in stepped:
-        yield from otherwise(case, record, one, without)
+def all_otherwise(
+    case: Case, record: RankRecord, stepped: Sequence[Stepped], without: str, ways: Sequence[Way] = ()
+) -> Iterator[Finding]:
+    """As `otherwise`, of every parameter, with the way of each if there are any, and as `other_experts` where it tells
+    more."""
+    for one, way in zip_longest(stepped, ways):
+        yield from otherwise(case, record, one, without, way)
     if case.cell.dtype != "float32" and in_any_order(case):
         yield from other_experts(case, record, stepped, without)
 
 
-def otherwise(case: Case, record: RankRecord, of: Stepped, without: str) -> Iterator[Finding]:
-    """The finding of a parameter that is after the step MOVED not as after ON: that step `without` something."""
+def otherwise(case: Case, record: RankRecord, of: Stepped, without: str, way: Way | None = None) -> Iterator[Finding]:
+    """The finding of a parameter that is after the step MOVED not as after ON: that step `without` something.
+
+    With a `way` it may be LIMIT of the rate off, and more where gradients are not sure.
+    """
     if not of.on_record:
         yield finding_of(case, record, of.key, of.held, f"{of.key}: no record of it around {without}")
         return
-    off, most = _elsewhere(case, of), 0.0
-    if in_any_order(case):
+    off, most = _elsewhere(case, of) if way is None else _astray(of, way), 0.0
+    if in_any_order(case) and way is None:
         if case.cell.dtype == "float32" or of.held.expert is not None:
             return
         most = (TURNED if of.key.endswith("router.weight") else ELSEWHERE) * off.numel() + FEW
@@ -144,6 +153,12 @@ def _elsewhere(case: Case, of: Stepped) -> torch.Tensor:
     on, again = (of.after[when].double()[: of.held.rows] for when in (ON, MOVED))
     allowed = APART * OPTIMIZER_RATE + 2 * of.last_digit if in_any_order(case) else 0.0
     return ~((again - on).abs() <= allowed)
+
+
+def _astray(of: Stepped, way: Way) -> torch.Tensor:
+    """As `_elsewhere`, of sums that may come in another order: the step without a restore stands for Adam's formula."""
+    saved, on, again = (of.after[when].double()[: of.held.rows] for when in (STILL, ON, MOVED))
+    return wrong_of(again - saved, way._replace(adds=[on - saved]))
 
 
 def _lost(of: Stepped) -> str:

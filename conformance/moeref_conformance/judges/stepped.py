@@ -132,8 +132,8 @@ def by_formula(
     decays = (settings.decay, 0.0) if held.dim() == 1 else (settings.decay,)
     decays = decays if all(map(is_trained, of.held.hf)) else (0.0,)
     tried = [(decay, added + decay * OPTIMIZER_RATE * held) for decay in decays]
-    decay, moved = min(tried, key=lambda one: int(_wrong(one[1], way).sum()))
-    wrong, right = _wrong(moved, way), way.adds[-1]
+    decay, moved = min(tried, key=lambda one: int(wrong_of(one[1], way).sum()))
+    wrong, right = wrong_of(moved, way), way.adds[-1]
     if not bool(wrong.any()):
         return [], float((moved - right).abs()[way.tells].max()) / OPTIMIZER_RATE if bool(way.tells.any()) else 0.0
     message = f"{of.key}: {int(wrong.sum())} of {wrong.numel()} elements are not where Adam moves them"
@@ -146,7 +146,7 @@ def by_formula(
     return [finding_of(case, record, of.key, of.held, message, diagnosis=said or how_far(added))], 0.0
 
 
-def _wrong(added: torch.Tensor, way: Way) -> torch.Tensor:
+def wrong_of(added: torch.Tensor, way: Way) -> torch.Tensor:
     """The elements that Adam does not move so, and of those of which no more is sure any that moves much further."""
     off = (added - way.adds[-1]).abs() / OPTIMIZER_RATE
     far = added.abs() > OPTIMIZER_RATE * (1 + LIMIT)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from handmade import claims_of, local_names, vocabulary_shape
 from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.contract.findings import Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
 from moeref_conformance.contract.requests import optimizer as optimizer_requests
@@ -377,6 +378,35 @@ def test_half_of_the_values_in_bf16_may_be_off_by_a_part_of_what_a_step_moves_th
         return len(model.judged("OPT-010", inventory=(model.inventory(), {}), optimizer=stepped).findings)
 
     assert [findings(share) for share in (right, wrong, float("nan"))] == [0, 1, 1]
+
+
+def test_logits_of_a_later_load_may_be_as_far_off_as_those_of_the_first(tmp_path: Path) -> None:
+    model = Model(cell("qwen3_moe", "one", optimizer_step=True), tmp_path)
+
+    def findings(off: float) -> int:
+        held = {f"{optimizer_requests.LOADED}.logits": model.want.logits_BSV + off}
+        told = model.judged("FWD-001", optimizer=({}, held)).findings
+        return sum("loaded again" in found.message for found in told)
+
+    assert [findings(off) for off in (1.9e-5, 2.1e-5, float("nan"))] == [0, 1, 1]
+
+
+def test_a_step_in_fp32_after_an_offload_may_be_off_by_a_part_of_the_rate(tmp_path: Path) -> None:
+    model = Model(cell("qwen3_moe", "one", optimizer_step=True), tmp_path)
+    before, rate = model.shards(model.want.tensors), OPTIMIZER_RATE
+    moved = {f"{optimizer_requests.MOVED}.{key}": of - rate for key, of in before.items()}
+    inventory = model.inventory(), dict[str, torch.Tensor]()
+
+    def findings(share: float) -> bool:
+        held = {f"{optimizer_requests.BEFORE}.{key}": of for key, of in before.items()}
+        held |= {f"{optimizer_requests.OFFLOADED}.{key}": of - (1 - share) * rate for key, of in before.items()}
+        offloaded = {"gone": [], "sent": [], "off": None}, held
+        steps = {"inventory": inventory, "optimizer": ({}, moved), "optimizer_offloaded": offloaded}
+        told = model.judged("OPT-011", **steps).findings
+        assert all("elements are elsewhere than without an offload" in found.message for found in told)
+        return bool(told)
+
+    assert [findings(share) for share in (1e-3, 3e-3, float("nan"))] == [False, True, True]
 
 
 class Trained:

@@ -128,8 +128,7 @@ def _turn_buffers(context: Context) -> None:
 
 def _trained(context: Context, tokens_BS: torch.Tensor) -> dict[str, torch.Tensor]:
     """The logits and log-probabilities of moved weights, where a rank has any."""
-    cell, found = context.cell, dict[str, torch.Tensor]()
-    found |= _answers(context, tokens_BS)
+    cell, found = context.cell, _answers(context, tokens_BS)
     if "logprobs" in context.claims.facets and logprobs.asked(cell):
         found |= logprobs.checked(context.facet("logprobs").logprobs(tokens_BS, temperature(cell)))
     return {f"{TRAINED}.{name}": of for name, of in found.items()}
@@ -137,9 +136,7 @@ def _trained(context: Context, tokens_BS: torch.Tensor) -> dict[str, torch.Tenso
 
 def _loaded_again(context: Context, tokens_BS: torch.Tensor) -> dict[str, torch.Tensor]:
     """What is sent, and logits where a rank has any, once the checkpoint is loaded again."""
-    found = _sent(context)
-    if "forward" in context.claims.facets:
-        found |= _logits(context.facet("forward").logits(tokens_BS), tokens_BS)
+    found = _sent(context) | _answers(context, tokens_BS)
     return {f"{LOADED}.{name}": of for name, of in found.items()}
 
 
@@ -347,6 +344,7 @@ def _back(optimizer: Optimizer, context: Context, before: dict[str, torch.Tensor
 
 
 def _answers(context: Context, tokens_BS: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The logits of weights as they are, where a rank has any."""
     if "forward" not in context.claims.facets:
         return {}
     return _logits(context.facet("forward").logits(tokens_BS), tokens_BS)

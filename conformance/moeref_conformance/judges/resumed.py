@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 
 import torch
 
@@ -47,6 +46,7 @@ from moeref_conformance.judges.stepped import (
     finding_of,
     from_loaded,
     how_far,
+    way_of,
     wrong_of,
 )
 from moeref_conformance.oracles import optimizer
@@ -107,15 +107,23 @@ def _restored(case: Case, record: RankRecord) -> Iterator[Stepped]:
         yield Stepped(key, held, {step: tensors.get(f"{when}.{key}", none) for step, when in after.items()}, None)
 
 
-def all_otherwise(
-    case: Case, record: RankRecord, stepped: Sequence[Stepped], without: str, ways: Sequence[Way] = ()
-) -> Iterator[Finding]:
-    """As `otherwise`, of every parameter, with the way of each if there are any, and as `other_experts` where it tells
-    more."""
-    for one, way in zip_longest(stepped, ways):
-        yield from otherwise(case, record, one, without, way)
-    if case.cell.dtype != "float32" and in_any_order(case):
+def all_otherwise(case: Case, record: RankRecord, stepped: Sequence[Stepped], without: str) -> Iterator[Finding]:
+    """As `otherwise`, of every parameter, after the last step of `rates`, and as `other_experts` where that tells more.
+
+    In fp32 by its way: weights that have moved to other addresses may be summed in another order.
+    """
+    exact = case.cell.dtype == "float32"
+    for one in stepped:
+        yield from otherwise(case, record, one, without, way_of(case, record.rank, one) if exact else None)
+    if not exact and in_any_order(case):
         yield from other_experts(case, record, stepped, without)
+
+
+def all_alike(case: Case) -> str:
+    """What a case meets of which `all_otherwise` finds nothing."""
+    if case.cell.dtype == "float32":
+        return f"within {LIMIT} of the rate"
+    return "nearly all elements step as before" if in_any_order(case) else "exact"
 
 
 def otherwise(case: Case, record: RankRecord, of: Stepped, without: str, way: Way | None = None) -> Iterator[Finding]:

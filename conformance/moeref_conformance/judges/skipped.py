@@ -13,16 +13,15 @@ from moeref_conformance.contract.requests.optimizer import MOVED, NOT_FINITE, ON
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     finding,
-    in_any_order,
     missing_records,
     outcome,
     parameters,
-    placement,
     records,
     unmeasured,
     values,
 )
-from moeref_conformance.judges.resumed import all_otherwise
+from moeref_conformance.judges.resumed import all_alike, all_otherwise
+from moeref_conformance.judges.step_gradients import step_gradients
 from moeref_conformance.judges.stepped import Stepped
 
 STEP = "optimizer_not_finite"
@@ -47,8 +46,7 @@ def steps_that_are_not_finite_are_skipped(case: Case) -> Outcome:
         if not found and not refused:
             skipped, found = True, [*_gone_on(case, name)]
         findings += found
-    met = "nearly all elements step as before" if in_any_order(case) else "exact"
-    return outcome(findings, met=met if skipped else "all ranks refuse")
+    return outcome(findings, met=all_alike(case) if skipped else "all ranks refuse")
 
 
 def _not_asked(case: Case, name: str, told: dict[int, Any]) -> Iterator[Finding]:
@@ -90,7 +88,7 @@ def _gone_on(case: Case, name: str) -> Iterator[Finding]:
     for record in records(case, "inventory", "optimizer", STEP):
         after, right, none = record.tensors(STEP), record.tensors("optimizer"), torch.empty(0)
         gone_on = list[Stepped]()
-        for key, (held,) in parameters(record, placement(case)):
+        for key, (held,) in parameters(record, step_gradients(case)[MOVED]):
             still, on = (right.get(f"{when}.{key}", none) for when in (STILL, MOVED))
             gone_on.append(Stepped(key, held, {STILL: still, ON: on, MOVED: after.get(f"{name}.{key}", none)}, None))
         yield from all_otherwise(case, record, gone_on, f"a skipped step, of {name}")

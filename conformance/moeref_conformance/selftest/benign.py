@@ -127,18 +127,22 @@ def _made_by_its_first_step(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "optimizer", make=lambda: None, step=step)
 
 
-def _at_other_addresses(session: Any, cell: Cell, world: World) -> Any:
-    """What comes back is cut from larger buffers, where it begins at no multiple of 16 bytes."""
-    good: Any = session.optimizer
+def _at_other_addresses(call: str) -> Callable[[Any, Cell, World], Any]:
+    """What a `call` of the optimizer leaves is cut from larger buffers, where it begins at no multiple of 16 bytes."""
 
-    def onload(weights_only: bool) -> None:
-        good.onload(weights_only)
-        for chunk in session.export.chunks():
-            for number, of in enumerate(chunk.parameters()):
-                memory = of.data.new_empty(of.numel() + 8)
-                of.data = memory[number % 4 * 2 + 1 :][: of.numel()].view(of.shape).copy_(of.data)
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        good: Any = session.optimizer
 
-    return facet(session, "optimizer", onload=onload)
+        def moved(*given: Any, **named: Any) -> None:
+            getattr(good, call)(*given, **named)
+            for chunk in session.export.chunks():
+                for number, of in enumerate(chunk.parameters()):
+                    memory = of.data.new_empty(of.numel() + 8)
+                    of.data = memory[number % 4 * 2 + 1 :][: of.numel()].view(of.shape).copy_(of.data)
+
+        return facet(session, "optimizer", **{call: moved})
+
+    return wrap
 
 
 def _made_anew(session: Any, cell: Cell, world: World) -> Any:
@@ -1518,7 +1522,13 @@ _DESIGNS = (
         id="onloaded-to-other-addresses",
         why="verl and Relax bring parameters back as parts of flat buffers: a CPU's sums depend on where they begin",
         cell=cell("qwen3_moe", "one", optimizer_step=True),
-        wrap=_at_other_addresses,
+        wrap=_at_other_addresses("onload"),
+    ),
+    Benign(
+        id="restored-to-other-addresses",
+        why="verl offloads what it has read of a checkpoint, and its first step has it in new memory",
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        wrap=_at_other_addresses("restore"),
     ),
     Benign(
         id="onloaded-as-another-optimizer",

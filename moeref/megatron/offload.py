@@ -23,9 +23,10 @@ class Offloaded:
             of.data = of.data.new_empty(0)
 
     def back(self) -> None:
-        """Give the tensors their values again, bit for bit."""
-        for of, held, device in zip(self._tensors, self._held, self._devices, strict=True):
-            of.data = held.to(device, non_blocking=True)
+        """Give the tensors their values again, bit for bit. Where a device has no room, all stay as they are."""
+        values = [held.to(device, non_blocking=True) for held, device in zip(self._held, self._devices, strict=True)]
+        for of, value in zip(self._tensors, values, strict=True):
+            of.data = value
         _wait(self._tensors)
 
 

@@ -92,8 +92,7 @@ class Trainer:
         if _OPTIMIZER not in self._offloaded:
             self.optimizer.zero_grad()
             self._offloaded[_OPTIMIZER] = Offloaded(self._states())
-            for one in self._wrapped:
-                one.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=False)
+            self._drop_gradients()
         if _WEIGHTS not in self._offloaded:
             self._offloaded[_WEIGHTS] = Offloaded(self._weights())
             self._hooks = [chunk.register_forward_pre_hook(self._check_here) for chunk in self.built.chunks]
@@ -104,16 +103,23 @@ class Trainer:
         """Take back what `offload` has given away, bit for bit.
 
         With `weights_only` that is weights and buffers, to export them or to ask for logits; the rest comes with a call
-        without it. What is there already stays as it is.
+        without it. What is there already stays as it is. Where the GPU has no room, torch.OutOfMemoryError is raised, and
+        what has none stays offloaded: call again once there is.
         """
         if _WEIGHTS in self._offloaded:
-            self._offloaded.pop(_WEIGHTS).back()
+            self._offloaded[_WEIGHTS].back()
+            del self._offloaded[_WEIGHTS]
             while self._hooks:
                 self._hooks.pop().remove()
         if not weights_only and _OPTIMIZER in self._offloaded:
-            self._offloaded.pop(_OPTIMIZER).back()
-            for one in self._wrapped:
-                one.restore_grad_buffers(synchronize=self._on_gpu)
+            try:
+                for one in self._wrapped:
+                    one.restore_grad_buffers(synchronize=self._on_gpu)
+                self._offloaded[_OPTIMIZER].back()
+            except BaseException:
+                self._drop_gradients()
+                raise
+            del self._offloaded[_OPTIMIZER]
 
     def step(
         self,
@@ -180,6 +186,11 @@ class Trainer:
         if self._schedule:
             self._scheduler.num_steps = 0  # what it loads is added to the steps that it has taken
             self._scheduler.load_state_dict(saved["scheduler"])
+
+    def _drop_gradients(self) -> None:
+        """Give back the memory of gradients."""
+        for one in self._wrapped:
+            one.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=False)
 
     def _check_here(self, *of_forward: Any) -> None:
         if self._offloaded:

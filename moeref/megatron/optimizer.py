@@ -103,8 +103,8 @@ class Trainer:
         """Take back what `offload` has given away, bit for bit.
 
         With `weights_only` that is weights and buffers, to export them or to ask for logits; the rest comes with a call
-        without it. What is there already stays as it is. Where the GPU has no room, torch.OutOfMemoryError is raised, and
-        what has none stays offloaded: call again once there is.
+        without it. What is there already stays as it is. Where the GPU has no room, torch.OutOfMemoryError is raised,
+        and what has none stays offloaded: call again once there is.
         """
         if _WEIGHTS in self._offloaded:
             self._offloaded[_WEIGHTS].back()

@@ -121,6 +121,8 @@ def begin(target: Path, source: Mapping[str, Any]) -> Path:
     if left not in (None, wanted):
         raise ShardError(f"{part} was begun from another source or with other options; remove it")
     if left is None:
+        if any(file != marker for file in part.iterdir()):
+            raise ShardError(f"{part} has files, and does not say of which source; remove it")
         write_json(marker, source)
         sync(part)
     for half in part.glob("*.tmp"):

@@ -143,6 +143,18 @@ def test_what_was_begun_from_another_source_is_not_continued(tmp_path: Path) -> 
         split(map_of(hf, "pp=2"), hf, tmp_path / "out")
 
 
+def test_files_of_a_folder_that_says_no_source_are_not_taken_up(tmp_path: Path) -> None:
+    """A run that ends just before its folder gets its name leaves no word of the source."""
+    hf = source(tmp_path / "hf")
+    shards = split(map_of(hf, "pp=2"), hf, tmp_path / "out")
+    part = shards.rename(f"{shards}.part")
+    with pytest.raises(ShardError, match=r"pp2_ep1_etp1\.part has files, and does not say of which source; remove it"):
+        split(map_of(hf, "pp=2"), hf, tmp_path / "out")
+    (part / "source.json").write_text("{")
+    with pytest.raises(ShardError, match="does not say of which source"):
+        split(map_of(hf, "pp=2"), hf, tmp_path / "out")
+
+
 CONVERT = "import sys; from moeref.cli import main; print('go', flush=True); sys.exit(main(sys.argv[1:]))"
 
 

@@ -34,8 +34,10 @@ def alone(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
     dims = [dim for dim in range(found.ndim) if expected.shape[dim] != found.shape[dim]]
     if not dims:
         return _repeated(expected, found)
+    if len(dims) > 1 or not found.numel():
+        return None
     parts, rest = divmod(expected.shape[dims[0]], found.shape[dims[0]])
-    if len(dims) > 1 or rest or not 1 < parts <= MOST:
+    if rest or not 1 < parts <= MOST:
         return None
     shards = _hashes(expected, parts, dims[0])
     (held,) = _hashes(found, 1, 0)

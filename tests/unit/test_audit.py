@@ -228,6 +228,13 @@ def test_a_renamed_tensor_is_found_again(qwen: Tensors, checkpoints: dict[str, P
     assert report.findings[0].text == "not expected; it holds the values of model.norm.weight, which is missing"
 
 
+@pytest.mark.parametrize(("shape", "kind"), [((0, 4), "rows missing"), ((4, 0), "shape")])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.experts.gate_up_proj"])
+def test_a_tensor_that_came_without_elements_has_another_shape(shape: tuple[int, ...], kind: str, name: str) -> None:
+    report = compare({name: torch.ones(4, 4)}, {name: torch.empty(shape)})
+    assert [finding.kind for finding in report.findings] == [kind]
+
+
 def test_tensors_that_are_constant_on_both_sides_are_no_damage(qwen: Tensors) -> None:
     """Norms of ones are equal in all layers: none of them is another's, and zero is only said of what was not zero."""
     same = {name: torch.ones_like(t) if "norm" in name else t for name, t in qwen.items()}

@@ -15,7 +15,7 @@ class Engine(Protocol):
     """An inference engine, or all replicas of one. Calls come one at a time, in the order of the methods below.
 
     A call that raises Refused has changed nothing, and one that raises TimeoutError may still act. Each call
-    runs in a thread of its own, on the caller's CUDA device, unless its time-out is None.
+    runs in a thread of its own, on the caller's CUDA device, unless its time-out is None; gradients are off in both.
     """
 
     @property

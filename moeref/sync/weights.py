@@ -340,7 +340,10 @@ def _marked(made: Iterable[exporter.Bucket]) -> Iterator[Bucket]:
 
 
 def _in_thread(call: Callable[..., T], args: tuple[object, ...]) -> Future[T]:
-    """Run the call in a thread that does not keep the process from ending, on the caller's CUDA device."""
+    """Run the call in a thread that does not keep the process from ending, on the caller's CUDA device.
+
+    Torch has gradients on in a new thread, in which an engine could not write into its parameters.
+    """
     future: Future[T] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
@@ -348,7 +351,8 @@ def _in_thread(call: Callable[..., T], args: tuple[object, ...]) -> Future[T]:
         try:
             if device is not None:
                 torch.cuda.set_device(device)
-            future.set_result(call(*args))
+            with torch.no_grad():
+                future.set_result(call(*args))
         except BaseException as error:
             future.set_exception(error)
 

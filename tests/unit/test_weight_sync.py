@@ -77,6 +77,14 @@ def test_new_weights_are_served_and_old_ones_gone() -> None:
     assert sync.state is State.SERVING
 
 
+@pytest.mark.parametrize("send", [None, 600])
+def test_an_engine_may_write_into_parameters(send: float | None) -> None:
+    engine = SmallEngine(weights(0))
+    engine.weights = {name: torch.nn.Parameter(tensor) for name, tensor in engine.weights.items()}
+    WeightSync(engine, timeouts=Timeouts(send=send)).update(weights(1).items(), 1)
+    serves(engine, weights(1))
+
+
 def test_a_delta_changes_what_it_names() -> None:
     engine, sync = pair()
     sync.update(weights(1).items(), 1)

@@ -15,7 +15,7 @@ import torch
 from moeref.dtypes import DTYPES
 from moeref.exporter.batches import Batch, Ranks
 from moeref.exporter.copies import Copy, merged
-from moeref.exporter.cuts import BucketError, Cut, cuts
+from moeref.exporter.cuts import BucketError, Cut, apart, cuts
 from moeref.exporter.plan import Plan
 from moeref.exporter.transfer import LONG, Transfer
 from moeref.torch_dtypes import TORCH
@@ -79,17 +79,24 @@ def segments(plan: Plan, rank: int, limit: int | None, unit: Callable[[str], str
 
 
 def _cuts(plan: Plan, rank: int, limit: int | None, unit: Callable[[str], str]) -> tuple[Cut, ...]:
-    if plan.receivers != "share":
-        return cuts(plan.received(rank), limit, unit)
+    _check_units(plan, unit)
+    return cuts(plan.received(rank), limit, unit)
+
+
+def _check_units(plan: Plan, unit: Callable[[str], str]) -> None:
+    """Raise BucketError if tensors of a unit are apart, on whatever rank, or go to different ranks."""
     where: dict[str, Ranks] = {}
+    last: dict[Ranks, str] = {}
     for (step, _), to in zip(plan.params, plan.to, strict=True):
         for tensor in step.tensors:
             key = unit(tensor.name)
+            if key in where and last[to] != key and where[key] == to:
+                raise apart(tensor.name, key)
             if where.setdefault(key, to) != to:
                 raise BucketError(
                     f"{tensor.name}: goes to another rank than others of {key}, which a loader needs whole"
                 )
-    return cuts(plan.received(rank), limit, unit)
+            last[to] = key
 
 
 def _segments(plan: Plan, rank: int, in_order: tuple[Cut, ...]) -> Iterator[Segment]:

@@ -11,7 +11,8 @@ import torch
 
 from moeref.bridge import ShardMap
 from moeref.dtypes import DTYPES
-from moeref.exporter import ExportError, Plan, export, unit_of
+from moeref.exporter import BucketError, ExportError, Plan, export, unit_of
+from moeref.exporter.assembly import segments
 from moeref.exporter.batches import ALIGNMENT, Batch
 from moeref.layout import Layout
 from tests.unit.models import CONFIGS, model
@@ -150,6 +151,16 @@ def test_parameters_that_are_not_contiguous_are_exported() -> None:
     norm.weight.data = wide[::2]
     fulls = {tensor.name: full for tensor, full in export(plan, 0, chunks)}
     assert torch.equal(fulls["model.norm.weight"], wide[::2])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("receivers", ["writer", "share"])
+def test_a_unit_that_is_apart_is_refused_on_every_rank(receivers: Any) -> None:
+    """A rank that refuses alone would leave the others waiting for it."""
+    plan = Plan(ShardMap(model("qwen3_moe"), Layout.parse("tp=2")), receivers=receivers)
+    first, *_, last = (tensor.name for tensor in plan.received(0))
+    for rank in (0, 1):
+        with pytest.raises(BucketError, match="other tensors came since"):
+            segments(plan, rank, None, lambda name: "both" if name in (first, last) else name)
 
 
 def test_an_error_in_the_block_is_raised_as_it_is() -> None:

@@ -85,12 +85,13 @@ def _packed(stream: Iterable[Named], groups: INT4Groups) -> Iterator[tuple[str, 
         tensor = None
 
 
+@torch.no_grad()
 def pack(name: str, tensor: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A matrix [rows, columns] in INT4: int32 of eight numbers each, the bf16 scales of its groups, its shape as int32.
 
     A scale is the largest magnitude of `group` columns of a row / 7, and numbers go from -7 to 7. What was loaded from
     such files is sent with the same numbers, where each group has a 7, and scales within a digit of bf16: a group's
-    largest weight was rounded. Groups of zeros have a scale of 1.
+    largest weight was rounded. Groups of zeros, or of numbers that are nearly that, have a scale of 1.
 
     Raises ExportError naming the tensor for anything but a matrix of bf16, fp16 or fp32, and for inf and NaN.
     """
@@ -104,7 +105,8 @@ def pack(name: str, tensor: torch.Tensor, group: int) -> tuple[torch.Tensor, tor
         part = torch.nn.functional.pad(tensor[band].float(), (0, -columns % group))
         parts = part.view(len(part), -1, group)
         largest = parts.abs().amax(-1)
-        scales[band] = torch.where(largest == 0, 1.0, largest / GREATEST)
+        scales[band] = largest / GREATEST
+        scales[band].masked_fill_(scales[band] == 0, 1.0)
         numbers = (parts / scales[band].float()[..., None]).round().clamp(-GREATEST, GREATEST).flatten(1)[:, :columns]
         bits = torch.nn.functional.pad(numbers.int() + OFFSET, (0, -columns % IN_WORD)).view(len(part), -1, IN_WORD)
         words[band] = (bits << SHIFTS.to(bits.device)).sum(-1, dtype=torch.int32)
@@ -119,6 +121,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         raise ExportError(f"{what}; only matrices of bf16, fp16 or fp32 are quantised")
 
 
+@torch.no_grad()
 def quantise(
     name: str, tensor: torch.Tensor, block: Block, powers_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,9 +153,10 @@ def _blocks(band: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 def _scales(blocks: torch.Tensor, powers_of_two: bool) -> torch.Tensor:
-    """The scale of each block [I, J]; 1 for zeros."""
+    """The scale of each block [I, J]; 1 for zeros, and for what is so small that its scale would be zero."""
     largest = blocks.abs().amax(1).amax(-1).float()  # both dimensions at once would take four times as long
-    scales = torch.where(largest == 0, 1.0, largest / LARGEST)
+    scales = largest / LARGEST
+    scales = torch.where(scales == 0, 1.0, scales)
     if powers_of_two:
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).to(exponent.dtype))

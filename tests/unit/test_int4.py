@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from moeref import families
 from moeref.bridge import BridgeError, ShardMap, load
 from moeref.bridge.checkpoint import Checkpoint
+from moeref.bridge.int4_groups import unpacked
 from moeref.exporter import Plan, export, quantised
 from moeref.exporter.plan import ExportError
 from moeref.exporter.quantise import pack
@@ -228,3 +229,10 @@ def test_what_has_no_scale_is_refused() -> None:
         pack(NAME, torch.tensor([[1.0, torch.inf]]), 2)
     with pytest.raises(ExportError, match="only matrices"):
         pack(NAME, torch.ones(3), 2)
+
+
+def test_what_has_a_scale_of_zero_becomes_zero() -> None:
+    words, scales, _ = pack(NAME, torch.nn.Parameter(torch.tensor([[1e-44, *[0.0] * 7]])), 8)
+    assert unpacked(words).tolist() == [[0] * 8]
+    assert scales.tolist() == [[1.0]]
+    assert not scales.requires_grad

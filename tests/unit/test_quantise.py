@@ -61,6 +61,20 @@ def test_blocks_of_zeros_have_a_scale_of_one_and_the_smallest_weights_one_that_d
     assert 0 < scales[1, 0] < tensor[4, 0]
 
 
+@pytest.mark.parametrize("power", [False, True])
+def test_what_has_a_scale_of_zero_becomes_zero(power: bool) -> None:
+    tensor = torch.zeros(4, 6)
+    tensor[0, 0] = 1e-44
+    weight, scales = quantise(NAME, tensor, BLOCK, power)
+    assert (weight.float().count_nonzero(), scales.unique().tolist()) == (0, [1.0])
+
+
+def test_parameters_leave_no_graph_of_what_was_quantised() -> None:
+    weight, scales = quantise(NAME, torch.nn.Parameter(torch.randn(8, 6)), BLOCK)
+    assert not weight.requires_grad
+    assert not scales.requires_grad
+
+
 def test_powers_of_two_are_no_smaller_than_the_scales_and_less_than_twice() -> None:
     tensor = torch.randn(40, 60)
     tensor[:4, :6] = 448 * 0.25  # whose scale is a power of two

@@ -105,10 +105,11 @@ class SharedBuffer:
             time.sleep(_PAUSE)
 
     def close(self) -> None:
-        """Unmap the memory; its maker removes it."""
+        """Unmap the memory; its maker removes it. Does nothing the second time."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._memory.close()
-        if self._made:
+        made, self._made = self._made, False
+        if made:
             self._memory.unlink()
 
     def __enter__(self) -> SharedBuffer:

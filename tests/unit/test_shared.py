@@ -124,3 +124,8 @@ def test_a_bucket_that_is_too_large_is_refused_before_a_byte_is_written() -> Non
         with pytest.raises(BucketError, match=r"bucket 0 has \d+ bytes, a half \d+: nothing written"):
             shared.put(of(1.0), 7)
         assert bytes(shared._memory.buf) == before
+
+
+def test_memory_that_is_closed_can_be_closed_again() -> None:
+    with SharedBuffer(4_000) as shared:
+        shared.close()

@@ -106,7 +106,7 @@ def routes(
 
     Raises RouteError, with the first bad place, for
 
-    - a version that is no integer;
+    - a version that is no integer of 32 bits;
     - a shape that is not [T, L, K], or layers that are not L ascending numbers;
     - a type that is not an integer, or too narrow for `experts`: values may have wrapped when they were cast to it;
     - an expert outside 0 … experts-1, or -1 beside experts in one route;
@@ -114,6 +114,8 @@ def routes(
     """
     if isinstance(version, bool) or not isinstance(version, int | np.integer):
         raise RouteError(f"version={version!r} of the weights is no integer")
+    if not -(2**31) <= version < 2**31:
+        raise RouteError(f"version={version} of the weights is not a 32-bit number")
     given = np.asarray(idx_TLK)
     _check_form(given, layers, experts, start)
     tokens, depth, top_k = given.shape
@@ -139,6 +141,8 @@ def _check_form(given: npt.NDArray[Any], layers: Sequence[int], experts: int, st
     _, depth, top_k = given.shape
     if len(layers) != depth or list(layers) != sorted(set(layers)) or (layers and layers[0] < 0):
         raise RouteError(f"layers={list(layers)} must be {depth} ascending layer numbers, one for each of axis 1")
+    if not top_k:
+        raise RouteError(f"routes of top-k 0: {list(given.shape)} has no experts on its last axis")
     if top_k > experts:
         raise RouteError(f"top-k {top_k} of {experts} experts cannot be distinct")
     if start < 0:

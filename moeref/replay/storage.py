@@ -26,9 +26,12 @@ _FIELDS = {"layers", "experts", "start"}
 
 
 def save(path: str | Path, samples: Mapping[str, Routes]) -> None:
-    """Write routes by sample name. Raises RouteError for no samples."""
+    """Write routes by sample name. Raises RouteError for no samples, and for rows of a batch of them."""
     if not samples:
         raise RouteError(f"{path}: no routes to save")
+    if joined := [name for name, one in samples.items() if one.batch != 1]:
+        number = samples[joined[0]].batch
+        raise RouteError(f"{path}: {joined[0]}: rows of {number} samples in turn; save each sample on its own")
     tensors: dict[str, npt.NDArray[Any]] = {}
     about = {}
     for name, one in samples.items():

@@ -80,6 +80,12 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         storage.load(path, limit=3)
     with pytest.raises(RouteError, match="no routes to save"):
         storage.save(path, {})
+    with pytest.raises(RouteError, match="b: rows of 2 samples in turn"):
+        storage.save(path, {"a": routes([[[0, 1]]] * 2, layers=[0], experts=4), "b": _batched()})
+
+
+def _batched() -> Routes:
+    return replace(routes([[[0, 1]]] * 2, layers=[0], experts=4), batch=2)
 
 
 @given(samples=st.lists(any_routes(), max_size=4), zstd=st.booleans())

@@ -52,6 +52,12 @@ def test_a_version_is_an_integer(version: object) -> None:
         routes(np.zeros((1, 1, 1), int), layers=[0], experts=4, version=version)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("version", [1 << 31, -(1 << 31) - 1, np.int64(1 << 40)])
+def test_a_version_has_32_bits(version: int) -> None:
+    with pytest.raises(RouteError, match="not a 32-bit number"):
+        routes(np.zeros((1, 1, 1), int), layers=[0], experts=4, version=version)
+
+
 def test_an_array_of_the_right_type_is_not_copied() -> None:
     idx = np.zeros((2, 1, 1), np.uint8)
     assert routes(idx, layers=[0], experts=4).idx_TLK is idx
@@ -102,6 +108,7 @@ def test_a_route_of_zeros_is_a_hole_if_asked_for() -> None:
         ([[[2, 2]]], {}, r"token 0, layer 0: expert 2 twice in \[2, 2\]"),
         ([[[0, 1, 2, 3, 0]]], {}, "top-5 of 4|top-k 5 of 4"),
         ([[[0, 1]]], {"start": -1}, "start=-1"),
+        (np.zeros((2, 1, 0), int), {}, "top-k 0"),
     ],
 )
 def test_malformed_routes_are_refused_by_place(given_TLK: object, more: dict[str, object], says: str) -> None:

@@ -83,7 +83,7 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
         return report
     except LayoutError as error:
         if str(error) not in {problem.text for problem in problems}:
-            problems.append(Problem("layout", str(error)))
+            problems.append(Problem("layout", *problem_and_fix(str(error))))
         return report
     except ConfigError as error:
         for text in error.problems:

@@ -13,10 +13,12 @@ import pytest
 
 from moeref.check import CheckError, Report, check
 from moeref.check.readers import FORMATS, check_reading, read
+from moeref.check.readers.checked import OF_ATTENTION
 from moeref.check.readers.literal import LiteralError, literal
 from moeref.check.readers.shell import Script
 from moeref.cli import main
 from moeref.config import MoEConfig
+from moeref.config.rules import LAYOUT_RULES, RULES
 
 #: Qwen3-30B-A3B for Megatron-LM.
 QWEN = """--disable-bias-linear --qk-layernorm --group-query-attention --num-attention-heads 32 --num-query-groups 4
@@ -156,6 +158,31 @@ def test_slime_end_to_end(slime: Path) -> None:
         "value": 2,
         "source": "run.sh:5",
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "rule"),
+    [
+        ("glm-5", "tp=4,pp=2,ep=16,etp=1,cp=2,world=64", "dsa-under-cp-by-all-gather"),
+        ("glm-5", "tp=4,pp=2,ep=16,etp=1,world=64", "dsa-without-rope-fusion"),
+        ("qwen3-next-80b-a3b", "tp=8,ep=8,cp=4,etp=1,world=32", "gated-delta-heads-divide-over-cp"),
+    ],
+)
+def test_a_spec_of_its_own_may_have_attention_that_no_rule_knows(
+    tmp_path: Path, model: str, layout: str, rule: str
+) -> None:
+    path = tmp_path / "run.sh"
+    words = "--num-layers 78 --hidden-size 6144 --num-attention-heads 64 --position-embedding-type rope --spec a b"
+    path.write_text(f"python3 train.py {words}\n")
+    report = check_reading(read("slime", [str(path)], "0.19.2"), model=model, layout=layout, verify=False)
+    told = [problem for problem in report.problems if problem.fix.endswith(f"[{rule}]")]
+    assert told, report.problems
+    assert not any(problem.refused for problem in told)
+    assert all(problem.text.endswith("unless layers of the spec do otherwise") for problem in told)
+
+
+def test_rules_on_attention_are_rules() -> None:
+    assert set(OF_ATTENTION) <= {rule.id for rule in (*RULES, *LAYOUT_RULES)}
 
 
 @pytest.mark.parametrize(

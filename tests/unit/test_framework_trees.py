@@ -644,6 +644,15 @@ def test_memory_of_another_optimizer_refuses_no_run(tmp_path: Path) -> None:
         assert told == (kind != "adam")
 
 
+def test_memory_of_all_weights_refuses_no_run_of_adapters(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(SWIFT.replace("--padding_free", "--tuner_type lora"))
+    report = check_reading(read("ms-swift", [str(path)], "0.19.2"), verify=False, hbm=20)
+    assert [problem.refused for problem in report.problems if problem.about == "memory"] == [False]
+    assert report.verdict == "unknown", report.problems
+    assert any(note.startswith("tuner_type lora (run.sh:4): memory counts gradients") for note in report.notes)
+
+
 def test_ms_swift_reads_yaml(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         "model: Qwen/Qwen3-30B-A3B\nexpert_model_parallel_size: 8\nmoe_permute_fusion: true\n"

@@ -33,6 +33,11 @@ BESIDE: dict[str, tuple[Callable[[Model], Any], bool]] = {
 }
 #: Of these, what multi-latent attention does not read: it makes its rotary embedding from its own config.
 _OF_ROPE = frozenset({"position_embedding_type", "use_rope_scaling", "rotary_seq_len_interpolation_factor"})
+#: Rules on Megatron's own sparse attention and gated delta nets, which a spec can replace by layers of its own.
+OF_ATTENTION = (
+    *("dsa-under-cp-by-all-gather", "dsa-without-rope-fusion", "stages-begin-with-an-indexer"),
+    *("gated-delta-heads-divide-over-cp", "gated-delta-under-cp-from-0.19"),
+)
 #: The positions that are a parameter, which no model of moeref's has: (argument, value, parameter).
 _LEARNED = ("position_embedding_type", "learned_absolute", "embedding.position_embeddings.weight")
 
@@ -60,7 +65,8 @@ def check_reading(
     asked = {field: value.value for field, value in reading.settings.items() if _matters(field, value, draft)}
     through = MoEConfig(transformer_config_kwargs=asked | dict(settings or {}))
     optimizer = _fitting(reading, trained)
-    report = _stepped(reading, _of_its_optimizer(reading, check(name, text, asked=through, training=trained, **given)))
+    report = check(name, text, asked=through, training=trained, **given)
+    report = _stepped(reading, _of_its_optimizer(reading, _of_its_attention(reading, report)))
     problems, notes = _beside(reading, report.model)
     notes += _lost(reading, report)
     problems += [
@@ -93,8 +99,25 @@ def _with_its_place(reading: Reading, problem: Problem) -> Problem:
     return replace(problem, text=f"{problem.text} ({size.name}, {size.source})")
 
 
+def _of_its_attention(reading: Reading, report: Report) -> Report:
+    """The report with what a spec means for rules on attention: its layers may do otherwise."""
+    if not reading.own_attention:
+        return report
+    rules = tuple(f"[{rule}]" for rule in OF_ATTENTION)
+    problems = (
+        replace(p, text=f"{p.text}, unless layers of the spec do otherwise", refused=False)
+        if p.fix.endswith(rules)
+        else p
+        for p in report.problems
+    )
+    return replace(report, problems=tuple(problems))
+
+
 def _of_its_optimizer(reading: Reading, report: Report) -> Report:
-    """The report with what an optimizer on the CPU or other than Adam means for its memory, which counts neither."""
+    """The report with what adapters, and an optimizer on the CPU or other than Adam mean for memory, which counts none.
+
+    Of adapters, weights alone are a bound: nothing else is kept of those that are frozen.
+    """
     last = {value.name.replace("-", "_").rpartition(".")[2].lstrip("_"): value for value in reading.elsewhere}
     cpu, kind = last.get("optimizer_cpu_offload"), last.get("optimizer")
     notes = []
@@ -104,6 +127,9 @@ def _of_its_optimizer(reading: Reading, report: Report) -> Report:
         notes.append(f"{disk.name} ({disk.source}) keeps optimizer states on a disk; memory counts them on the GPU")
     if kind and isinstance(kind.value, str) and "adam" not in kind.value.lower():
         notes.append(f"{kind.name} {kind.value} ({kind.source}): memory counts the states of Adam")
+    if adapters := next((p.text for p in reading.problems if p.text.endswith(": adapters")), ""):
+        text = "memory counts gradients and optimizer states of all weights, and adapters need few of them"
+        notes.append(f"{adapters.removesuffix(': adapters')}: {text}")
     if not notes:
         return report
     problems = (replace(p, refused=False) if p.about == "memory" else p for p in report.problems)

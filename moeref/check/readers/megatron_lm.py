@@ -186,6 +186,7 @@ def _unmapped(reading: Reading, arguments: Arguments) -> None:
             reading.problems.append(Problem(NAME, text, refused=False))
             if name == "spec" and _VARIANT not in arguments:
                 reading.settings.pop(_VARIANT, None)
+                reading.own_attention = True
 
 
 def _refusals(reading: Reading, every: Arguments) -> None:

@@ -74,6 +74,8 @@ class Reading:
     by_model: list[Callable[[Model], Problem | None]] = field(default_factory=list)
     #: Settings that the framework compares with the model's files, and refuses if they differ.
     as_files: dict[str, Value] = field(default_factory=dict)
+    #: Whether layers come from a spec of their own, which also says what attention they have.
+    own_attention: bool = False
     #: Settings that are given, and that the framework does not pass on.
     lost: dict[str, Value] = field(default_factory=dict)
     #: The pattern of pipeline stages that the framework makes for a model on a layout's axes.

@@ -214,6 +214,53 @@ def test_nemo_rl_inherits_and_interpolates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("nodes", "engine", "world"),
+    [
+        (3, "enabled: false, resources: {num_nodes: 1, gpus_per_node: 4}", 8),
+        (3, "enabled: true, resources: {num_nodes: 1, gpus_per_node: 4}", 12),
+        (1, "enabled: false, resources: {num_nodes: null, gpus_per_node: 2}", 2),
+    ],
+)
+def test_ranks_of_nemo_rl_s_engine_are_not_the_trainer_s(tmp_path: Path, nodes: int, engine: str, world: int) -> None:
+    text = f"defaults: base.yaml\npolicy: {{generation: {{colocated: {{{engine}}}}}}}\n"
+    report = nemo(tmp_path, text, f"cluster.num_nodes={nodes}")
+    assert (report.verdict, report.world) == ("works", world), report.problems
+
+
+@pytest.mark.parametrize(
+    ("nodes", "resources", "verdict", "says"),
+    [
+        (3, "num_nodes: 3, gpus_per_node: 4", "refused", "resources.num_nodes=3 (run.yaml:2) has to be 1 to 2"),
+        (3, "num_nodes: 1, gpus_per_node: 2", "refused", "has to be 4, the GPUs of a node"),
+        (3, "num_nodes: '${a:1}', gpus_per_node: 4", "unknown", "resources.num_nodes ${a:1} (run.yaml:2) is computed"),
+        (1, "num_nodes: 2, gpus_per_node: 2", "refused", "has to be 1 or null on one node"),
+        (1, "num_nodes: 1", "refused", "resources.gpus_per_node=None (default of NeMo-RL) has to be 1 to 3"),
+    ],
+)
+def test_an_engine_with_which_nemo_rl_does_not_start(
+    tmp_path: Path, nodes: int, resources: str, verdict: str, says: str
+) -> None:
+    engine = f"generation: {{colocated: {{enabled: false, resources: {{{resources}}}}}}}"
+    report = nemo(tmp_path, f"defaults: base.yaml\npolicy: {{{engine}}}\n", f"cluster.num_nodes={nodes}")
+    assert report.verdict == verdict, report.problems
+    assert says in _said(report)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "on_policy_distillation: {enabled: true, non_colocated_teachers: {enabled: true}}",
+        "env: {reward_model: {resources: {num_nodes: 1}}}\ndata: {default: {env_name: reward_model}}",
+        "env: {reward_model: {resources: {num_nodes: 1}}}\ndata: {train: [{env_name: reward_model}]}",
+    ],
+)
+def test_ranks_of_nemo_rl_s_other_models_are_not_counted(tmp_path: Path, text: str) -> None:
+    report = nemo(tmp_path, f"defaults: base.yaml\n{text}\n")
+    assert report.verdict == "unknown", report.problems
+    assert "a model takes ranks of the cluster" in _said(report)
+
+
+@pytest.mark.parametrize(
     ("text", "verdict", "says"),
     [
         ("policy: {megatron_cfg: {expert_model_parallel_size: '${cluster.gpus_per_node}'}}", "works", ""),

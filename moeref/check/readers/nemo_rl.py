@@ -24,6 +24,11 @@ _FP8, _DDP = f"{_MEGATRON}fp8_cfg.", f"{_MEGATRON}distributed_data_parallel_conf
 _BATCH = (f"{_POLICY}train_micro_batch_size", f"{_POLICY}train_global_batch_size")
 _DYNAMIC = (f"{_POLICY}dynamic_batching.enabled", f"{_POLICY}sequence_packing.enabled")
 _RANKS = ("cluster.num_nodes", "cluster.gpus_per_node")
+#: Whether the engine is on the trainer's ranks, else how many (nodes, GPUs of a node) are the engine's alone.
+_COLOCATED = f"{_POLICY}generation.colocated.enabled"
+_ENGINE = tuple(f"{_POLICY}generation.colocated.resources.{name}" for name in ("num_nodes", "gpus_per_node"))
+_TEACHERS = ("on_policy_distillation.enabled", "on_policy_distillation.non_colocated_teachers.enabled")
+_REWARDS = "env.reward_model.resources.num_nodes"
 
 #: Settings of `megatron_cfg` under TransformerConfig's names -> default; None has none.
 FIELDS: dict[str, Any] = {
@@ -83,6 +88,8 @@ DEFAULTS: dict[str, Any] = {
     **dict(zip(_DYNAMIC, (False, True), strict=True)),
     "cluster.num_nodes": 1,
     "cluster.gpus_per_node": 1,
+    _COLOCATED: True,
+    **dict.fromkeys(_ENGINE),
     **{f"{_MEGATRON}{name}": default for name, default in FIELDS.items()},
 }
 NAMES = Names(
@@ -102,7 +109,7 @@ NAMES = Names(
     },
     read=frozenset(
         {
-            *(*_RANKS, *_BATCH, *_DYNAMIC, "defaults"),
+            *(*_RANKS, *_BATCH, *_DYNAMIC, _COLOCATED, *_ENGINE, "defaults"),
             *("policy.precision", "policy.router_replay.enabled", f"{_MEGATRON}enabled"),
             *(f"{_MEGATRON}activation_checkpointing", f"{_MEGATRON}recompute_granularity"),
             *(f"{_MEGATRON}recompute_modules", f"{_MEGATRON}pipeline_dtype"),
@@ -137,7 +144,7 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
 
 def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     """The reading after what NeMo-RL derives."""
-    ranks(reading, at, *_RANKS)
+    _ranks(reading, at)
     batch(reading, at, *_BATCH, by_tokens=any(at[path].value for path in _DYNAMIC))
     precision = at["policy.precision"]
     if precision.value not in ("bfloat16", "float32"):
@@ -156,6 +163,64 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     reading.lost = {name: at[path] for name in LOST if (path := f"{_MEGATRON}{name}") in at}
     _refusals(reading, at)
     return provider.build(reading, provider.MEGATRON_BRIDGE, {"calculate_per_token_loss": True}, NAME)
+
+
+def _ranks(reading: Reading, at: Mapping[str, Value]) -> None:
+    """The trainer's ranks: those of the cluster, less those of an engine that has its own.
+
+    `setup` of `grpo.py`, `ppo.py` and `distillation.py` takes GPUs from a single node, and else whole nodes.
+    """
+    ranks(reading, at, *_RANKS)
+    _other_nodes(reading, at)
+    apart = at[_COLOCATED]
+    if (apart.known and apart.value is not False) or "world" not in reading.layout:
+        return
+    if unknown := next((at[path] for path in (_COLOCATED, *_ENGINE) if not at[path].known), None):
+        del reading.layout["world"]
+        reading.computed["world"] = unknown
+    elif wrong := _unfit_engine(at):
+        text = f"{apart.name}={apart.value} ({apart.source}): {wrong}: {NAME} asserts it"
+        reading.problems.append(Problem(NAME, text, "give the engine ranks of its own that leave some to the trainer"))
+    else:
+        nodes, gpus = (at[path].value for path in _RANKS)
+        taken = at[_ENGINE[1 if nodes == 1 else 0]]
+        rest = gpus - taken.value if nodes == 1 else (nodes - taken.value) * gpus
+        reading.layout["world"] = Value(f"{', '.join(_RANKS)}, less {taken.name}", rest, taken.source)
+
+
+def _unfit_engine(at: Mapping[str, Value]) -> str:
+    """Why an engine cannot have these ranks for itself; "" if it can."""
+    (nodes, gpus), (own_nodes, own) = ([at[path] for path in paths] for paths in (_RANKS, _ENGINE))
+    least, most = 1, (gpus if nodes.value == 1 else nodes).value - 1
+    taken = own if nodes.value == 1 else own_nodes
+    if type(taken.value) is not int or not least <= taken.value <= most:
+        return f"{taken.name}={taken.value} ({taken.source}) has to be {least} to {most}"
+    if nodes.value == 1 and own_nodes.value not in (None, 1):
+        return f"{own_nodes.name}={own_nodes.value} ({own_nodes.source}) has to be 1 or null on one node"
+    if nodes.value > 1 and own.value != gpus.value:
+        return f"{own.name}={own.value} ({own.source}) has to be {gpus.value}, the GPUs of a node"
+    return ""
+
+
+def _other_nodes(reading: Reading, at: Mapping[str, Value]) -> None:
+    """Say which further models take nodes away from the trainer, which are not counted here."""
+    asked = {path: value.value for path, value in at.items() if path in (*_TEACHERS, _REWARDS)}
+    rewards = "reward_model" in _environments(at)
+    for path, there in ((_TEACHERS[1], all(asked.get(each) for each in _TEACHERS)), (_REWARDS, rewards)):
+        if there and asked.get(path):
+            text = f"{path} ({at[path].source}): a model takes ranks of the cluster, which this reader does not count"
+            reading.problems.append(Problem(NAME, text, refused=False))
+
+
+def _environments(at: Mapping[str, Value]) -> list[Any]:
+    """The environments that the data names, each of a mapping or of a list of mappings."""
+    found = []
+    for path, value in at.items():
+        head, _, name = path.rpartition(".")
+        if head.startswith("data"):
+            each = value.value if isinstance(value.value, list) else [{name: value.value}]
+            found += [data.get("env_name") for data in each if isinstance(data, Mapping)]
+    return found
 
 
 def _recompute(reading: Reading, at: Mapping[str, Value]) -> None:

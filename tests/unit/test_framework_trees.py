@@ -247,6 +247,29 @@ def test_an_engine_with_which_nemo_rl_does_not_start(
 
 
 @pytest.mark.parametrize(
+    ("framework", "given"),
+    [
+        ("nemo-rl", "policy.megatron_cfg.enabled=false"),
+        ("verl", "actor_rollout_ref.actor.strategy=fsdp2"),
+        ("verl", "actor_rollout_ref.actor.fsdp_config.param_offload=true"),
+        ("skyrl", "trainer.strategy=fsdp"),
+    ],
+)
+def test_a_run_that_megatron_does_not_train_is_bad_input(tmp_path: Path, framework: str, given: str) -> None:
+    (tmp_path / "run.yaml").write_text("a: 1\n")
+    with pytest.raises(CheckError, match=r"^command line: [\w.]+=\w+: moeref knows Megatron only$"):
+        read(framework, [str(tmp_path / "run.yaml"), given], "0.19.2")
+
+
+def test_nemo_rl_takes_one_backend(tmp_path: Path) -> None:
+    report = nemo(tmp_path, "defaults: base.yaml\npolicy: {dtensor_cfg: {enabled: true}}\n")
+    assert report.verdict == "refused", report.problems
+    said = "policy.megatron_cfg.enabled (base.yaml:7) and policy.dtensor_cfg.enabled (run.yaml:2): NeMo-RL takes one"
+    assert said in _said(report)
+    assert nemo(tmp_path, "defaults: base.yaml\npolicy: {dtensor_cfg: {enabled: false}}\n").verdict == "works"
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "on_policy_distillation: {enabled: true, non_colocated_teachers: {enabled: true}}",

@@ -12,7 +12,7 @@ from typing import Any
 
 from moeref.check.readers import provider
 from moeref.check.readers.reading import OPTIMIZER, SIZES, Reading, under
-from moeref.check.readers.tree import Names, batch, ranks, read_all
+from moeref.check.readers.tree import Names, batch, only_megatron, ranks, read_all
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 
@@ -27,6 +27,7 @@ _RANKS = ("cluster.num_nodes", "cluster.gpus_per_node")
 #: Whether the engine is on the trainer's ranks, else how many (nodes, GPUs of a node) are the engine's alone.
 _COLOCATED = f"{_POLICY}generation.colocated.enabled"
 _ENGINE = tuple(f"{_POLICY}generation.colocated.resources.{name}" for name in ("num_nodes", "gpus_per_node"))
+_BACKENDS = (f"{_MEGATRON}enabled", f"{_POLICY}dtensor_cfg.enabled")
 _TEACHERS = ("on_policy_distillation.enabled", "on_policy_distillation.non_colocated_teachers.enabled")
 _REWARDS = "env.reward_model.resources.num_nodes"
 
@@ -144,6 +145,7 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
 
 def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     """The reading after what NeMo-RL derives."""
+    only_megatron(at.get(_BACKENDS[0]), megatron=True)
     _ranks(reading, at)
     batch(reading, at, *_BATCH, by_tokens=any(at[path].value for path in _DYNAMIC))
     precision = at["policy.precision"]
@@ -249,7 +251,10 @@ def _graphs(reading: Reading) -> None:
 
 
 def _refusals(reading: Reading, at: Mapping[str, Value]) -> None:
-    """What NeMo-RL's `setup.py` refuses before it builds a model."""
+    """What NeMo-RL's `setup.py` and `lm_policy.py` refuse before they build a model."""
+    if all(path in at and at[path].value is True for path in _BACKENDS):
+        both = " and ".join(f"{path} ({at[path].source})" for path in _BACKENDS)
+        reading.problems.append(Problem(NAME, f"{both}: {NAME} takes one", f"set {_BACKENDS[1]}=false"))
     packing = at[_DYNAMIC[1]]
     if packing.value is False:
         text = f"{packing.name} ({packing.source}) is off, and context parallelism needs it: {NAME} asserts it"

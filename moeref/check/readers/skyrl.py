@@ -12,7 +12,7 @@ from typing import Any
 
 from moeref.check.readers import provider
 from moeref.check.readers.reading import OPTIMIZER, SIZES, STAGES, Reading, under
-from moeref.check.readers.tree import Names, batch, ranks, read_all, sequence_parallel
+from moeref.check.readers.tree import Names, batch, only_megatron, ranks, read_all, sequence_parallel
 from moeref.check.value import Value
 
 NAME = "SkyRL"
@@ -110,6 +110,7 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
 
 def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     """The reading after what SkyRL derives."""
+    only_megatron(at.get("trainer.strategy"))
     ranks(reading, at, *_RANKS)
     sequence_parallel(reading)
     batch(reading, at, *_BATCH, by_tokens=type(at[_TOKENS].value) is not int or at[_TOKENS].value > 0)

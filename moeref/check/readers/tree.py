@@ -202,6 +202,12 @@ def read_all(
     return reading, tree
 
 
+def only_megatron(backend: Value | None, *, megatron: object = "megatron") -> None:
+    """Raise CheckError where what is given trains by another backend than `megatron` says."""
+    if backend and backend.given and backend.known and backend.value != megatron:
+        raise CheckError(f"{backend.source}: {backend.name}={backend.value}: moeref knows Megatron only")
+
+
 def ranks(reading: Reading, at: Mapping[str, Value], nodes: str, each: str) -> None:
     """Put the number of ranks into the reading, from those of nodes and of GPUs on a node."""
     one, other = at[nodes], at[each]

@@ -13,7 +13,7 @@ from typing import Any
 
 from moeref.check.readers import provider
 from moeref.check.readers.reading import OPTIMIZER, SIZES, STAGES, Reading, under
-from moeref.check.readers.tree import Names, Tree, batch, ranks, read_all, sequence_parallel
+from moeref.check.readers.tree import Names, Tree, batch, only_megatron, ranks, read_all, sequence_parallel
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 from moeref.families import Model
@@ -108,6 +108,10 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
 def _finished(reading: Reading, tree: Tree) -> Reading:
     """The reading after what verl derives."""
     at = tree.values
+    strategy = at.get(f"{_ACTOR}strategy")
+    only_megatron(strategy)
+    if strategy is None:  # `ppo_megatron_trainer` has no such keys
+        only_megatron(next((value for path, value in at.items() if path.startswith(f"{_ACTOR}fsdp_config.")), None))
     ranks(reading, at, *_RANKS)
     use, vanilla = (at[path] for path in _BRIDGE)
     # mbridge derives it from TP; Megatron-Bridge's provider gets what is asked for.

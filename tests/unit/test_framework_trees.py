@@ -15,6 +15,7 @@ from moeref.check.readers.tree import Tree, scalar
 ACTOR = "actor_rollout_ref.actor.megatron"
 MODULES = f"{ACTOR}.override_transformer_config.recompute_modules"
 REPLAY = "actor_rollout_ref.actor.router_replay.mode"
+ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 FLASH = ["actor_rollout_ref.model.path=glm-4.7-flash", f"{MODULES}=[layernorm]"]
 VERL = f"""#!/bin/bash
 TP=${{TP:-2}}
@@ -151,7 +152,9 @@ def test_verl_end_to_end(tmp_path: Path) -> None:
             f"{ACTOR}.sequence_parallel ${{oc.env:SP}} (command line) is computed",
         ),
         ([f"{ACTOR}.override_transformer_config.sequence_parallel=False"], "refused", "needs sequence parallelism"),
-        ([f"{REPLAY}=R3"], "works", ""),
+        ([f"{REPLAY}=R3", f"{ROUTES}=true"], "works", ""),
+        ([f"{REPLAY}=R2"], "works", ""),
+        ([f"{REPLAY}=R3"], "refused", f"{ROUTES}=False (default of verl) asks for none: verl asserts it"),
         ([f"{REPLAY}=r3"], "refused", f"{REPLAY}=r3 (command line) is none of disabled, R2, R3"),
         ([f"{REPLAY}=${{oc.env:MODE}}"], "unknown", f"{REPLAY} ${{oc.env:MODE}} (command line) is computed"),
         (["actor_rollout_ref.model.lora.rank=8"], "unknown", "adapters"),
@@ -359,6 +362,7 @@ uv run --isolated --extra megatron -m skyrl.train.entrypoints.main_base trainer.
   trainer.policy.megatron_config.expert_model_parallel_size=4 $@
 """
 CONFIG = "trainer.policy.megatron_config"
+RETURNED = "generator.inference_engine.enable_return_routed_experts"
 SWIFT = """PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True' \\
 NPROC_PER_NODE=8 \\
 megatron rlhf --rlhf_type grpo --model Qwen/Qwen3-30B-A3B --reward_funcs accuracy format \\
@@ -372,7 +376,8 @@ megatron rlhf --rlhf_type grpo --model Qwen/Qwen3-30B-A3B --reward_funcs accurac
     [
         ([], "works", ""),
         ([f"{CONFIG}.tensor_model_parallel_size=4"], "refused", "world=8 is not divisible by etp·ep·pp = 4·4·1"),
-        ([f"{CONFIG}.moe_enable_routing_replay=true"], "works", ""),
+        ([f"{CONFIG}.moe_enable_routing_replay=true", f"{RETURNED}=true"], "works", ""),
+        ([f"{CONFIG}.moe_enable_routing_replay=true"], "refused", f"{RETURNED}=False (default of SkyRL) asks for none"),
         ([f"{CONFIG}.transformer_config_kwargs.sequence_parallel=false"], "refused", "needs sequence parallelism"),
         (["trainer.gradient_checkpointing=${oc.env:OFF}"], "unknown", "trainer.gradient_checkpointing ${oc.env:OFF}"),
         ([f"{CONFIG}.transformer_config_kwargs.moe_router_fusion=true"], "works", ""),

@@ -12,7 +12,15 @@ from typing import Any
 
 from moeref.check.readers import provider
 from moeref.check.readers.reading import OPTIMIZER, SIZES, STAGES, Reading, under
-from moeref.check.readers.tree import Names, batch, only_megatron, ranks, read_all, sequence_parallel
+from moeref.check.readers.tree import (
+    Names,
+    batch,
+    engine_returns_routes,
+    only_megatron,
+    ranks,
+    read_all,
+    sequence_parallel,
+)
 from moeref.check.value import Value
 
 NAME = "SkyRL"
@@ -26,6 +34,7 @@ _BATCH = ("trainer.micro_train_batch_size_per_gpu", "trainer.policy_mini_batch_s
 _TOKENS = "trainer.max_tokens_per_microbatch"  # above 0 it makes the microbatches
 _RECOMPUTE = "trainer.gradient_checkpointing"
 _MTP, _REPLAY = "trainer.mtp.enabled", f"{_MEGATRON}moe_enable_routing_replay"
+_ROUTES = "generator.inference_engine.enable_return_routed_experts"
 
 #: Settings of `megatron_config` under TransformerConfig's names -> default.
 FIELDS: dict[str, Any] = {
@@ -121,6 +130,7 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     reading.options["precision"] = Value(bf16.name, "bf16" if bf16.value else "fp32", bf16.source)
     if replay.value:
         reading.options["replay"] = Value(replay.name, "R3", replay.source)
+        engine_returns_routes(reading, at, replay, _ROUTES)
     mtp = at[f"{_MEGATRON}mtp_num_layers"]
     if not at[_MTP].value:
         reading.settings["mtp_num_layers"] = Value(_MTP, None, at[_MTP].source)

@@ -208,6 +208,15 @@ def only_megatron(backend: Value | None, *, megatron: object = "megatron") -> No
         raise CheckError(f"{backend.source}: {backend.name}={backend.value}: moeref knows Megatron only")
 
 
+def engine_returns_routes(reading: Reading, at: Mapping[str, Value], replay: Value, engine: str) -> None:
+    """Put in a problem where routes of the rollout are replayed and the engine is not asked for them by `engine`."""
+    asked = at.get(engine) or Value(engine, False, f"default of {reading.framework}")
+    if asked.known and not asked.value:
+        text = f"{replay.name} ({replay.source}) replays the engine's routes, and {asked.name}={asked.value}"
+        text += f" ({asked.source}) asks for none: {reading.framework} asserts it"
+        reading.problems.append(Problem(reading.framework, text, f"set {engine}=true"))
+
+
 def ranks(reading: Reading, at: Mapping[str, Value], nodes: str, each: str) -> None:
     """Put the number of ranks into the reading, from those of nodes and of GPUs on a node."""
     one, other = at[nodes], at[each]

@@ -13,7 +13,16 @@ from typing import Any
 
 from moeref.check.readers import provider
 from moeref.check.readers.reading import OPTIMIZER, SIZES, STAGES, Reading, under
-from moeref.check.readers.tree import Names, Tree, batch, only_megatron, ranks, read_all, sequence_parallel
+from moeref.check.readers.tree import (
+    Names,
+    Tree,
+    batch,
+    engine_returns_routes,
+    only_megatron,
+    ranks,
+    read_all,
+    sequence_parallel,
+)
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 from moeref.families import Model
@@ -24,6 +33,7 @@ _ACTOR = "actor_rollout_ref.actor."
 _MEGATRON = f"{_ACTOR}megatron."
 _OVERRIDE = f"{_MEGATRON}override_transformer_config."
 _REPLAY, _MTP = f"{_ACTOR}router_replay.mode", "actor_rollout_ref.model.mtp.enable"
+_ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 _BRIDGE = (f"{_MEGATRON}use_mbridge", f"{_MEGATRON}vanilla_mbridge")
 _DYNAMIC = f"{_ACTOR}use_dynamic_bsz"
 _WORKER = "trainer.use_legacy_worker_impl"
@@ -168,6 +178,8 @@ def _refusals(reading: Reading, at: Mapping[str, Value]) -> None:
     if mtp.value and bridge and legacy:
         text = f"{mtp.name} ({mtp.source}) needs {bridge.name}=true ({bridge.source}): verl asserts it"
         reading.problems.append(Problem(NAME, text, f"set {bridge.name}=true, or leave MTP out"))
+    if at[_REPLAY].value == "R3" and legacy:
+        engine_returns_routes(reading, at, at[_REPLAY], _ROUTES)
     if mtp.value:
         reading.by_model.append(functools.partial(_without_mtp, mtp, legacy))
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from moeref.bridge.adapters import modules
 from moeref.config import MoEConfig
 from moeref.exporter import Plan, export
 from moeref.layout import Layout
+from moeref.megatron.offload import Offloaded
 from moeref.megatron.optimizer import Schedule, Trainer
 from moeref.record import Options, Record
 
@@ -233,7 +235,10 @@ def a_restored_optimizer_goes_on(cell: Cell, inputs: dict[str, str], folder: Pat
 
 
 def what_is_offloaded_makes_room_and_comes_back(cell: Cell, inputs: dict[str, str], folder: Path) -> None:
-    """With the room that weights alone need in between; until then it computes nothing. OPT-011 judges the rest."""
+    """With the room that weights alone need in between; until then it computes nothing. OPT-011 judges the rest.
+
+    What finds no room on its way back can be taken back later.
+    """
     one = built(cell, inputs, 0)
     trainer, tokens_BS = Trainer(one, lr=0.1), load_file(inputs["tokens"])["tokens"]
 
@@ -261,7 +266,14 @@ def what_is_offloaded_makes_room_and_comes_back(cell: Cell, inputs: dict[str, st
             call()
     with pytest.raises(bridge.BridgeError, match=r"is \[0\]"):
         bridge.loader.bind(one.shard_map, 0, one.chunks)
+    full = torch.OutOfMemoryError("the engine still has the memory")
+    with mock.patch.object(Offloaded, "back", side_effect=full), pytest.raises(torch.OutOfMemoryError):
+        trainer.onload(weights_only=True)
+    assert held() == (0, 0)
     trainer.onload(weights_only=True)
+    assert held() == (model, 0)
+    with mock.patch.object(Offloaded, "back", side_effect=full), pytest.raises(torch.OutOfMemoryError):
+        trainer.onload()
     assert held() == (model, 0)
     assert megatron.logits(one.chunks, one.shard_map, tokens_BS) is not None
     with pytest.raises(RuntimeError, match="glm4_moe: offloaded: optimizer; call `onload` first"):

@@ -21,6 +21,7 @@ from moeref.megatron import device
 from moeref.megatron.build import Built
 from moeref.megatron.offload import Offloaded
 from moeref.megatron.replay import replaying
+from moeref.megatron.snapshot import tensors_of
 from moeref.megatron.training import Loss, accumulate, in_ddp
 from moeref.replay import Routes
 
@@ -94,7 +95,7 @@ class Trainer:
             self._offloaded[_OPTIMIZER] = Offloaded(self._states())
             self._drop_gradients()
         if _WEIGHTS not in self._offloaded:
-            self._offloaded[_WEIGHTS] = Offloaded(self._weights())
+            self._offloaded[_WEIGHTS] = Offloaded(tensors_of(self.built.chunks))
             self._hooks = [chunk.register_forward_pre_hook(self._check_here) for chunk in self.built.chunks]
         if self._on_gpu:
             torch.cuda.empty_cache()
@@ -197,15 +198,11 @@ class Trainer:
             what = " and ".join(sorted(self._offloaded))
             raise RuntimeError(f"{self.built.shard_map.model.family}: offloaded: {what}; call `onload` first")
 
-    def _weights(self) -> list[torch.Tensor]:
-        """Parameters and buffers, each once."""
-        return [of for chunk in self.built.chunks for kind in (chunk.parameters, chunk.buffers) for of in kind()]
-
     def _states(self) -> list[torch.Tensor]:
         """What the optimizer holds besides the model's own weights: moments, step counts, and master weights."""
-        own = {id(of) for of in self._weights()}
+        own = {id(of) for of in tensors_of(self.built.chunks)}
         held = dict[int, torch.Tensor]()
-        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for one in _chained(self.optimizer):
             inner = one.optimizer
             given = [of for group in inner.param_groups for of in group["params"]] if inner else []
             state = [of for of_one in (inner.state.values() if inner else ()) for of in of_one.values()]
@@ -228,8 +225,7 @@ class Trainer:
         }
 
     def _is_scaled(self) -> bool:
-        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return any(getattr(one, "grad_scaler", None) for one in chained)
+        return any(getattr(one, "grad_scaler", None) for one in _chained(self.optimizer))
 
     def _is_finite(self) -> bool:
         """Whether all gradients of all ranks are finite. The experts of a rank may be on no other."""
@@ -275,9 +271,14 @@ def _bare(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
+def _chained(optimizer: Any) -> list[Any]:
+    """The optimizers that one of megatron-core's consists of, such as one of experts and one of the rest."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
 def _masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The weights that have fp32 copies in a megatron-core optimizer, with these; in fp32 there are none."""
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for one in _chained(optimizer):
         groups = (getattr(one, name, ()) for name in ("float16_groups", "fp32_from_float16_groups"))
         for weights, mains in zip(*groups, strict=True):
             yield from zip(weights, mains, strict=True)

@@ -8,6 +8,11 @@ from contextlib import contextmanager
 import torch
 
 
+def tensors_of(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    """Parameters and buffers, each once; a tied head is its embedding."""
+    return [tensor for chunk in chunks for of in (chunk.parameters, chunk.buffers) for tensor in of()]
+
+
 class Snapshot:
     """What the parameters and buffers of `chunks` hold now, in memory of the CPU.
 
@@ -16,7 +21,7 @@ class Snapshot:
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._chunks = chunks
-        self._held = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
+        self._held = [tensor.detach().to("cpu", copy=True) for tensor in tensors_of(chunks)]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -24,7 +29,7 @@ class Snapshot:
 
         For forwards without gradients: an optimizer's fp32 master weights stay those of the model's own.
         """
-        own = [tensor.detach().clone() for tensor in self._tensors()]
+        own = [tensor.detach().clone() for tensor in tensors_of(self._chunks)]
         try:
             self._put(self._held)
             yield
@@ -32,9 +37,5 @@ class Snapshot:
             self._put(own)
 
     def _put(self, values: Sequence[torch.Tensor]) -> None:
-        for tensor, value in zip(self._tensors(), values, strict=True):
+        for tensor, value in zip(tensors_of(self._chunks), values, strict=True):
             tensor.data.copy_(value)
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """Each once; a tied head is its embedding."""
-        return [tensor for chunk in self._chunks for of in (chunk.parameters, chunk.buffers) for tensor in of()]

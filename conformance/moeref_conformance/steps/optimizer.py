@@ -114,7 +114,7 @@ def _beside(
     _turn_buffers(context)
     before = _copies(context)
     given = _logits(optimizer.reference(tokens_BS), tokens_BS)
-    changed = [key for key, of in _tensors(context).items() if not same_bytes(of, before[key])]
+    changed = _unlike(before, _tensors(context))
     _put(context, before)
     _turn_buffers(context)
     return {"off": apart(logits, given).get("logits"), "changed": changed}
@@ -171,12 +171,12 @@ def resumed(optimizer: Optimizer, context: Context) -> dict[str, Any] | None:
     optimizer.step(second_BS, saved_at(context.cell))
     kept[SAVED] = _copies(context)
     folder = _saved(optimizer, context, 2)
-    changed = {"save": _unlike(context, kept[SAVED])}
+    changed = {"save": _unlike(kept[SAVED], _parameters(context))}
     optimizer.step(first_BS, OPTIMIZER_RATE)
     kept[ON] = _copies(context)
     _put(context, kept[SAVED])
     _made_anew(optimizer, folder)
-    changed["restore"] = _unlike(context, kept[SAVED])
+    changed["restore"] = _unlike(kept[SAVED], _parameters(context))
     if _has_reference(context):
         _beside(optimizer, context, {}, tokens_BS)
     deque(context.facet("export").stream(), maxlen=0)
@@ -289,10 +289,10 @@ def with_gradients_not_finite(optimizer: Optimizer, context: Context) -> dict[st
         optimizer.step(first_BS, 0.0)
         with _spoiled(context, value) as spoiled:
             refused = refusal(optimizer.step, second_BS, OPTIMIZER_RATE)
-        changed = {key: of for key, of in _tensors(context).items() if not same_bytes(of, loaded[key])}
-        counts = {key: int((~of.isfinite()).sum()) for key, of in changed.items()}
+        held = _tensors(context)
+        counts = {key: int((~held[key].isfinite()).sum()) for key in _unlike(loaded, held)}
         told[name] = {"refused": refused, "changed": counts, "spoiled": len(spoiled)}
-        if not any(context.gathered(f"skipped-{name}", "no" if changed or refused else "")):
+        if not any(context.gathered(f"skipped-{name}", "no" if counts or refused else "")):
             optimizer.step(second_BS, OPTIMIZER_RATE)
             saved |= {f"{name}.{key}": copied(of) for key, of in _parameters(context).items()}
         _put(context, loaded)
@@ -321,7 +321,8 @@ def offloaded(optimizer: Optimizer, context: Context) -> dict[str, Any] | None:
     before, sent, logits = _copies(context), _sent(context), _answers(context, tokens_BS)
     optimizer.offload()
     optimizer.onload(weights_only=True)
-    other = _unlike_each_other(sent, _sent(context))
+    again = _sent(context)
+    other = [*_unlike(sent, again), *(sent.keys() - again.keys())]
     off = apart(logits, _answers(context, tokens_BS)).get("logits")
     kept |= {f"{BEFORE}.{key}": before[key] for key in _parameters(context) if key in before}
     kept = _back(optimizer, context, before) | kept
@@ -338,7 +339,7 @@ def _back(optimizer: Optimizer, context: Context, before: dict[str, torch.Tensor
     optimizer.offload()
     optimizer.onload(weights_only=False)
     now = _copies(context)
-    other = [key for key in _unlike_each_other(before, now) if key in now]
+    other = _unlike(before, now)
     was = {f"{WAS}.{key}": before[key] for key in other if key in before}
     return was | {f"{BACK}.{key}": now[key] for key in other}
 
@@ -348,16 +349,6 @@ def _answers(context: Context, tokens_BS: torch.Tensor) -> dict[str, torch.Tenso
     if "forward" not in context.claims.facets:
         return {}
     return _logits(context.facet("forward").logits(tokens_BS), tokens_BS)
-
-
-def _unlike_each_other(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name in one | other if not _is_same(one.get(name), other.get(name))]
-
-
-def _is_same(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
-    if before is None or now is None:
-        return before is now
-    return (before.shape, before.dtype) == (now.shape, now.dtype) and same_bytes(before, now)
 
 
 @contextmanager
@@ -414,9 +405,13 @@ def _copies(context: Context) -> dict[str, torch.Tensor]:
     return {name: copied(tensor) for name, tensor in _tensors(context).items()}
 
 
-def _unlike(context: Context, values: dict[str, torch.Tensor]) -> list[str]:
-    """The parameters that do not hold these values, byte for byte."""
-    return [name for name, of in _parameters(context).items() if not same_bytes(of, values[name])]
+def _unlike(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> list[str]:
+    """The names of tensors that are not what they were before, in shape, dtype and bytes, or were not there."""
+
+    def is_same(was: torch.Tensor | None, of: torch.Tensor) -> bool:
+        return was is not None and (was.shape, was.dtype) == (of.shape, of.dtype) and same_bytes(was, of)
+
+    return [name for name, of in now.items() if not is_same(before.get(name), of)]
 
 
 def _put(context: Context, values: dict[str, torch.Tensor]) -> None:

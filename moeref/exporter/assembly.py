@@ -90,12 +90,14 @@ def _check_units(plan: Plan, unit: Callable[[str], str]) -> None:
     for (step, _), to in zip(plan.params, plan.to, strict=True):
         for tensor in step.tensors:
             key = unit(tensor.name)
-            if key in where and last[to] != key and where[key] == to:
-                raise apart(tensor.name, key)
-            if where.setdefault(key, to) != to:
+            home = where.get(key)
+            if home not in (None, to):
                 raise BucketError(
                     f"{tensor.name}: goes to another rank than others of {key}, which a loader needs whole"
                 )
+            if home and last[to] != key:
+                raise apart(tensor.name, key)
+            where[key] = to
             last[to] = key
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,16 @@ def test_rows_that_are_all_given_cost_their_indices_alone() -> None:
 
 
 @given(made=any_routes(least=1), at=st.integers(0, 10**6), bit=st.integers(0, 7), zstd=st.booleans())
-def test_no_changed_bit_is_read(made: Routes, at: int, bit: int, zstd: bool) -> None:
+def test_no_changed_bit_changes_routes(made: Routes, at: int, bit: int, zstd: bool) -> None:
+    """A zstd frame has bits that its content does not depend on, such as some of its window's size."""
     content = bytearray(write(made, zstd=zstd))
     content[at % len(content)] ^= 1 << bit
-    with pytest.raises(RouteError):
-        read(bytes(content))
+    if not zstd:
+        with pytest.raises(RouteError):
+            read(bytes(content))
+    else:
+        with suppress(RouteError):
+            assert read(bytes(content)).equals(made)
 
 
 @given(made=any_routes(least=1), keep=st.integers(0, 10**6))

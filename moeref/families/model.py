@@ -141,6 +141,7 @@ class Model:
     window: Window | None = None
     clamp: float = 0.0  # gate·σ(1.702·gate)·(up + 1), gate clamped above, up on both sides; 0: plain SwiGLU
     qk_norm: bool = False
+    one_qk_norm: bool = False  # one norm over all heads of queries and one over all of keys, not one for each head
     expert_bias: bool = False
     fp32_router: bool = False  # the router computes its logits in fp32, whatever the parameters are
     routed_scaling_factor: float = 1.0

@@ -16,7 +16,7 @@ _POSITIVE = (
     *("max_position_embeddings", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "decoder_sparse_step", "full_attention_interval", "sliding_window"),
-    *("index_n_heads", "index_head_dim", "index_topk"),
+    *("index_n_heads", "index_head_dim", "index_topk", "rotary_dim"),
 )
 _COUNTS = (
     *("q_lora_rank", "n_shared_experts", "num_nextn_predict_layers", "first_k_dense_replace", "n_group", "topk_group"),
@@ -31,7 +31,7 @@ _RANGES = {**dict.fromkeys(_COUNTS, (0, _LIMIT)), **dict.fromkeys(_POSITIVE, (1,
 _NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "partial_rotary_factor")
 _SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "attention_bias", "use_qk_norm", "indexer_rope_interleave")
 _MAPPINGS = ("rope_parameters", "rope_scaling", "quantization_config")
-_LISTS = ("layer_types", "mlp_layer_types", "mlp_only_layers", "indexer_types")
+_LISTS = ("layer_types", "mlp_layer_types", "mlp_only_layers", "indexer_types", "attn_type_list")
 #: What errors about a value of a config begin with.
 WRONG = "a value of this config has a wrong type or size"
 

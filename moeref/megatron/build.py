@@ -28,7 +28,7 @@ from moeref.megatron.device import checked as checked_device
 from moeref.megatron.expert_bias_patch import patch_expert_biases
 from moeref.megatron.grouped_names import with_grouped_names
 from moeref.megatron.marks import mark_sequence_parallel
-from moeref.megatron.norms import TorchNorm, ZeroCenteredNorm
+from moeref.megatron.norms import TorchNorm, ZeroCenteredNorm, over_all_heads
 from moeref.megatron.spec import LayerNormColumnParallelLinear, layer_spec, mtp_name, mtp_spec
 from moeref.record import Record, installed_core
 from moeref.torch_dtypes import TORCH
@@ -143,6 +143,8 @@ def _chunk(
     """One virtual stage on its device, with the dtypes and parameter attributes that training needs."""
     model, layout = record.model, record.layout
     block, mtp = _specs(shard_map, config, pp, vp, record.kernels)
+    if model.one_qk_norm:
+        block.layer_specs = [over_all_heads(local) for local in block.layer_specs]
     chunk = GPTModel(
         config=config,
         mtp_block_spec=mtp,

@@ -35,6 +35,7 @@ FAMILIES = (
     "deepseek_v3",
     "glm4_moe_lite",
     "mixtral",
+    "minimax_m2",
     "gpt_oss",
     "glm_moe_dsa",
     "deepseek_v32",
@@ -78,7 +79,8 @@ def test_variant(family: str, more: dict[str, object], work: Path) -> None:
     assert len(set(sizes)) == len(sizes) - (family == "gpt_oss")  # whose experts are square
     dtype = getattr(torch, want.dtype)
     for name, tensor in made.tensors.items():
-        assert tensor.dtype == (torch.float32 if "e_score" in name else dtype), name
+        in_fp32 = "e_score" in name or (family == "minimax_m2" and name.endswith(".gate.weight"))
+        assert tensor.dtype == (torch.float32 if in_fp32 else dtype), name
         if "e_score" in name:
             assert (tensor.bfloat16().float() != tensor).all()
     assert made.logits_BSV.shape == (2, *SHAPES.get(family, (16, 131)))
@@ -96,12 +98,16 @@ def test_per_expert_files_are_sharded_with_an_index(family: str, work: Path) -> 
     if "k_proj.weight" in place:  # the linears of latent attention Megatron has one by one
         assert place["q_proj.weight"] == place["v_proj.weight"] != place["k_proj.weight"]
     last = {"mixtral": "block_sparse_moe.experts.7.w2.weight", "gpt_oss": "mlp.experts.down_proj_bias"}
+    last["minimax_m2"] = "block_sparse_moe.experts.15.w2.weight"
     assert f"model.layers.3.{last.get(family, 'mlp.experts.15.down_proj.weight')}" in made.tensors
 
 
 #: Keys that transformers writes and published files lack. They decide nothing, but for the width of Mixtral's heads.
 UNPUBLISHED = {"bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "initializer_range", "use_cache"}
 UNPUBLISHED_OF = {"mixtral": {"head_dim", "rope_scaling", "router_jitter_noise"}}
+#: transformers reads the part of a head that turns under this name alone.
+UNPUBLISHED_OF["minimax_m2"] = {"partial_rotary_factor", "rope_scaling", "attention_dropout"}
+UNPUBLISHED_OF["minimax_m2"] |= {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
 #: transformers takes this number of experts for that of the others, where published configs have its default.
 UNPUBLISHED_OF |= {family: {"num_experts"} for family in ("glm_moe_dsa", "deepseek_v32")}
 #: What transformers' object has of the file it came from.

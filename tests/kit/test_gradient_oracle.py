@@ -19,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gradients")
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "gpt_oss"])
 def test_every_parameter_of_the_checkpoint_has_one(family: str, folder: Path) -> None:
     want = expected(cell(family, "one"), folder)
     gradients = routed.under(want, "native").gradients

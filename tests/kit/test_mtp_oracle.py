@@ -190,6 +190,7 @@ def test_each_label_of_a_step_weighs_the_same(axes: dict[str, Any], tmp_path: Pa
         "glm4_moe_lite",
         "glm_moe_dsa",
         "gpt_oss",
+        "minimax_m2",
         "mixtral",
         "qwen3_moe",
         "qwen3_next",

@@ -64,6 +64,19 @@ def test_the_global_virtual_size_is_put_back() -> None:
     assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == before
 
 
+def test_a_norm_over_all_heads_is_whole_or_a_ranks_heads(work: Path) -> None:
+    """megatron-core has one for each head, of which no rank holds a part."""
+    placed = oracle(work, family="minimax_m2", layers=2, tp=2)
+    norm = placed.tensors["model.layers.0.self_attn.q_norm.weight"]
+    q = "decoder.layers.0.self_attention.q_layernorm.weight"
+    for rank in (0, 1):
+        whole, half = (placed.shard(rank, 0, q, [rows]).tensor for rows in (128, 64))
+        assert torch.equal(whole, norm)
+        assert torch.equal(half, norm[64 * rank : 64 * (rank + 1)])
+    placed = oracle(work, layers=2, tp=2)
+    assert placed.shard(1, 0, q, [4]).tensor.shape == (8,)
+
+
 Source = tuple[tuple[str, ...], int | None]
 
 

@@ -15,7 +15,10 @@ from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.selftest.faults.base import cell
 
 pytestmark = pytest.mark.cpu
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm_moe_dsa", "gpt_oss", "kimi_k25", "mixtral", "qwen3_moe", "qwen3_next")
+FAMILIES = (
+    *("deepseek_v3", "glm4_moe", "glm_moe_dsa", "gpt_oss", "kimi_k25", "minimax_m2"),
+    *("mixtral", "qwen3_moe", "qwen3_next"),
+)
 
 
 def test_what_is_wanted_none_is_megatrons_default(variants: Path) -> None:
@@ -34,8 +37,8 @@ def test_what_is_wanted_none_is_megatrons_default(variants: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_router_in_bf16_is_judged_where_transformers_computes_in_fp32(family: str, variants: Path) -> None:
-    """DeepSeek-V3's and GLM's cast both operands; the others cast the logits, if anything."""
-    in_fp32 = family in ("deepseek_v3", "glm4_moe", "glm_moe_dsa", "kimi_k25")
+    """DeepSeek-V3's and GLM's cast both operands, MiniMax-M2's is in fp32; the others cast the logits, if anything."""
+    in_fp32 = family in ("deepseek_v3", "glm4_moe", "glm_moe_dsa", "kimi_k25", "minimax_m2")
     for dtype in ("float32", "bfloat16"):
         one = cell(family, "one", layers=4, dtype=dtype)
         may_be = settings.router_dtype(one, expected(one, variants))

@@ -47,7 +47,10 @@ def test_both_data_sets_agree_key_by_key() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_moe", "glm4_moe", "mixtral", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "glm_moe_dsa", "deepseek_v32"],
+    [
+        *("qwen3_moe", "glm4_moe", "mixtral", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "glm_moe_dsa"),
+        *("deepseek_v32", "minimax_m2"),
+    ],
 )
 @pytest.mark.parametrize("expert_format", ["per_expert", "fused"])
 def test_the_oracle_finds_what_transformers_saves(family: str, expert_format: str, tmp_path: Path) -> None:

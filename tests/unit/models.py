@@ -51,6 +51,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "mixtral",
         "num_local_experts": 16,
     },
+    "minimax_m2": {
+        **{k: v for k, v in SIZES.items() if k != "moe_intermediate_size"},
+        "model_type": "minimax_m2",
+        "num_local_experts": 16,
+        "rotary_dim": 4,
+    },
     "glm4_moe": {
         **SIZES,
         "model_type": "glm4_moe",

@@ -33,6 +33,7 @@ COUNTS = {
     "kimi-k2": (139_644 - 69_608 - 61, 1_026_408_232_448),
     # Of the text model's 208,215, a matrix of an expert has three.
     "kimi-k2.5": (208_550 - 335 - 2 * 60 * 384 * 3, 1_026_408_232_448),
+    "minimax-m2": (62 * (10 + 256 * 3) + 3, 228_689_764_864),
     "mixtral-8x7b": (995, 46_702_792_704),
     "moonlight-16b-a3b": (5_317, 15_960_110_208),
     # In files, 1,650,471,424 more in an MTP layer, which a run has if it says so.

@@ -49,6 +49,13 @@ DELTA: dict[str, Any] = {"key_heads": 8, "value_heads": 16, "key_dim": 5, "value
 EXPECTED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**GROUPED, "score_function": "softmax", "qk_norm": True},
     "mixtral": {**GROUPED, "score_function": "softmax", "moe_ffn": 80},
+    "minimax_m2": {
+        **GROUPED,
+        **{key: value for key, value in SIGMOID.items() if key != "shared_ffn"},
+        "moe_ffn": 80,
+        "one_qk_norm": True,
+        "rotary_percent": 4 / 6,
+    },
     "glm4_moe": {
         **GROUPED,
         **SIGMOID,
@@ -154,6 +161,7 @@ def test_what_a_config_means(name: str) -> None:
         ("glm4_moe", "use_qk_norm", "qk_norm", False),
         ("glm4_moe", "n_shared_experts", "shared_ffn", 0),
         ("glm4_moe", "routed_scaling_factor", "routed_scaling_factor", 1.0),
+        ("minimax_m2", "rotary_dim", "rotary_percent", 1.0),
         ("deepseek_v3", "first_k_dense_replace", "moe_layers", (False, False, False, True)),
         ("deepseek_v3", "dtype", "param_dtype", "bfloat16"),
         ("qwen3_next", "mlp_only_layers", "moe_layers", (True,) * 4),
@@ -224,6 +232,17 @@ SWITCHES: dict[str, dict[str, tuple[Any, Any]]] = {
         "sliding_window": (None, 4096),
         "router_jitter_noise": (0.0, 0.1),
     },
+    "minimax_m2": {
+        "hidden_act": ("silu", "gelu"),
+        "attention_bias": (False, True),
+        "sliding_window": (None, 4096),
+        "router_jitter_noise": (0.0, 0.1),
+        "use_qk_norm": (True, False),
+        "qk_norm_type": ("per_layer", "per_head"),
+        "scoring_func": ("sigmoid", "softmax"),
+        "use_routing_bias": (True, False),
+        "shared_intermediate_size": (0, 64),
+    },
     "glm4_moe": {"hidden_act": ("silu", "gelu"), "norm_topk_prob": (True, False)},
     "deepseek_v3": MLA_SWITCHES,
     "glm4_moe_lite": MLA_SWITCHES,
@@ -249,7 +268,7 @@ def test_switches(name: str, key: str) -> None:
 
 OPTIONAL = {"model_type", "dtype", "head_dim", "rope_parameters", "norm_topk_prob", "first_k_dense_replace", "n_group"}
 OPTIONAL |= {"attention_bias", "use_qk_norm", "n_shared_experts", "routed_scaling_factor", "q_lora_rank", "topk_group"}
-OPTIONAL |= {"mlp_only_layers", "full_attention_interval", "num_experts", "indexer_rope_interleave"}
+OPTIONAL |= {"mlp_only_layers", "full_attention_interval", "num_experts", "indexer_rope_interleave", "rotary_dim"}
 # With latent attention a config may leave out its KV heads.
 HEADS = {"num_key_value_heads"}
 REQUIRED = [
@@ -314,6 +333,19 @@ def test_older_and_newer_places_of_rope_settings() -> None:
     assert (read.rope_theta, read.rotary_percent) == (5e5, 0.25)
     with pytest.raises(FamilyError, match=r"^glm4_moe: rope type \['linear'\] is not mapped"):
         model("glm4_moe", rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 2.0})
+
+
+def test_a_part_of_each_head_that_turns_is_the_same_in_both_keys() -> None:
+    both = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 4 / 6}
+    assert model("minimax_m2", rope_parameters=both) == model("minimax_m2")
+    with pytest.raises(FamilyError, match=r"^minimax_m2: rotary_dim=4, and partial_rotary_factor=0.5 of heads of 6;"):
+        model("minimax_m2", partial_rotary_factor=0.5)
+
+
+def test_only_full_attention_is_mapped_of_minimax_m2() -> None:
+    assert model("minimax_m2", attn_type_list=[1] * 4) == model("minimax_m2")
+    with pytest.raises(FamilyError, match=r"^minimax_m2: attn_type_list=\[1, 0, 1, 1\]: only full attention"):
+        model("minimax_m2", attn_type_list=[1, 0, 1, 1])
 
 
 def test_every_third_layer_of_experts() -> None:

@@ -62,7 +62,7 @@ def _updated(case: Case, phase: str, routes: str) -> Mapping[str, torch.Tensor]:
     for layer, by_place in routed.items():
         own = {place: experts for place, experts in took.get(layer, {}).items() if place in last}
         chosen = [own.get(place, experts) for place, experts in by_place.items()]
-        name = f"model.layers.{layer}.mlp.gate.{_BIAS}"
+        name = next(of for of in tensors if of.startswith(f"model.layers.{layer}.") and of.endswith(_BIAS))
         ways_E = balancing.directions(chosen, len(tensors[name]), sum(lengths) - len(chosen))
         tensors[name] = tensors[name] + BIAS_UPDATE_RATE * ways_E
     return tensors

@@ -157,7 +157,10 @@ class Placement:
         return ids[at.layer], experts[at.expert]
 
     def shard(self, rank: int, chunk: int, local: str, shape: Sequence[int]) -> ExpectedShard:
-        """What this local tensor holds. `shape` is asked only for the padded rows of a vocabulary. Raises Unknown."""
+        """What this local tensor holds. Raises Unknown.
+
+        `shape` is asked only for the padded rows of a vocabulary, and for norms over all heads, which may be cut.
+        """
         at, within = self.coords(rank), _within(local)
         layer, expert = self.numbers(rank, chunk, local)
         if layer is None or within is None:
@@ -181,7 +184,7 @@ class Placement:
             full = [self.tensors[source] for source in sources]
             if expert is not None and "{}" not in names[0]:
                 full = [of_all[expert] for of_all in full]
-            return make(Share(self.config, tp, size), *full)
+            return make(Share(self.config, tp, size, tuple(shape)), *full)
 
         return ExpectedShard(values, sources, layer, expert)
 
@@ -241,6 +244,8 @@ def _tables(config: Mapping[str, Any], names: Collection[str]) -> tuple[Table, T
         layer |= hybrid.SEPARATE
     if any(name.endswith(".self_attn.sinks") for name in names):
         return {**layer, **gpt_oss.LAYER}, gpt_oss.EXPERT
+    if any(name.endswith(".mlp.e_score_correction_bias") for name in names):
+        layer |= shares.OUTER_BIAS
     if any(".block_sparse_moe." in name for name in names):
         return {**layer, **shares.MIXTRAL}, shares.MIXTRAL_EXPERT
     fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)

@@ -21,6 +21,7 @@ from moeref_conformance.contract.published_models import Size, published
 from moeref_conformance.oracles import beside_vision, mtp_names
 from moeref_conformance.oracles.dialect import in_files
 from moeref_conformance.oracles.expected import Expected
+from moeref_conformance.oracles.recipes import cast
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Of a multi-token prediction layer: the embedding and the head once more.
@@ -82,7 +83,7 @@ def derived(config: Mapping[str, Any], expert_format: str) -> dict[str, torch.Te
 
 
 def _model(config: Mapping[str, Any]) -> Any:
-    """transformers' module on the meta device, its parameters in the published dtype; buffers stay fp32."""
+    """transformers' module on the meta device, its parameters in the published dtypes; buffers stay fp32."""
     import transformers
 
     model_of = getattr(transformers, config["architectures"][0])
@@ -90,9 +91,7 @@ def _model(config: Mapping[str, Any]) -> Any:
     known = {k: v for k, v in copy.deepcopy(dict(config)).items() if k not in ("architectures", "model_type")}
     with torch.device("meta"):
         model = model_of(model_of.config_class(**known))
-    dtype = DTYPES[str(config.get("dtype") or config["torch_dtype"])]
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    cast(model, DTYPES[str(config.get("dtype") or config["torch_dtype"])])
     return model
 
 

@@ -25,6 +25,7 @@ SLACK = 1 + 2.0**-4
 _LINEAR = re.compile(
     r"(model|mtp)\.layers\.\d+\."
     r"((self_attn|mlp)\.(.+\.)?[a-z_]+_proj(_with_mqa)?|self_attn\.indexer\.(wq_b|wk)"
+    r"|block_sparse_moe\.experts\.\d+\.w[123]"
     r"|linear_attn\.(in_proj_[a-z]+|out_proj))"
 )
 

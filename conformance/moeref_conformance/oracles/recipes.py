@@ -198,6 +198,21 @@ _FAMILY: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
+    # One norm over all heads of queries, one over all of keys. Experts have the only width, as Mixtral's.
+    "minimax_m2": {
+        **_part_rotary(7_000.0, 0.75),
+        "head_dim": 8,
+        "num_local_experts": 16,
+        "intermediate_size": 56,
+        "rms_norm_eps": 1e-4,  # as glm4_moe's
+        # transformers' class has none of these; the published config does, and engines read them.
+        "rotary_dim": 6,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+    },
     # A gated delta net in two layers of three, which no pipeline stage is a multiple of; the first layer is dense.
     "qwen3_next": {
         **_HYBRID,
@@ -271,15 +286,20 @@ _FAMILY["deepseek_v32"] = {**_FAMILY["deepseek_v3"], **_SPARSE}
 _ABSENT = {
     "mixtral": ("moe_intermediate_size", "norm_topk_prob"),
     "gpt_oss": ("moe_intermediate_size", "norm_topk_prob"),
+    "minimax_m2": ("moe_intermediate_size", "norm_topk_prob"),
     "qwen3_5_moe_text": ("intermediate_size", "norm_topk_prob"),
 }
 #: Parameters that a model in bf16 keeps in fp32, as published files do, by the ends of their names.
-IN_FP32 = {"qwen3_5_moe_text": (".linear_attn.A_log", ".linear_attn.norm.weight")}
+IN_FP32 = {
+    "minimax_m2": (".mlp.gate.weight", ".block_sparse_moe.gate.weight"),
+    "qwen3_5_moe_text": (".linear_attn.A_log", ".linear_attn.norm.weight"),
+}
 #: transformers' name of each family: `…Config` and `…ForCausalLM`.
 _CLASSES = {
     "qwen3_moe": "Qwen3Moe",
     "glm4_moe": "Glm4Moe",
     "mixtral": "Mixtral",
+    "minimax_m2": "MiniMaxM2",
     "deepseek_v3": "DeepseekV3",
     "glm4_moe_lite": "Glm4MoeLite",
     "glm_moe_dsa": "GlmMoeDsa",
@@ -427,3 +447,10 @@ def model(cell: Cell) -> Any:
     config._attn_implementation = "eager"
     with MAKING:
         return model_of(config).eval()
+
+
+def cast(model: Any, dtype: torch.dtype) -> None:
+    """Turn parameters into `dtype` but for those that stay fp32, as buffers do, the experts' bias among them."""
+    for name, parameter in model.named_parameters():
+        if not name.endswith(IN_FP32.get(model.config.model_type, ())):
+            parameter.data = parameter.data.to(dtype)

@@ -28,7 +28,7 @@ from moeref_conformance.oracles import balancing as balancing_losses
 from moeref_conformance.oracles import beside_vision
 from moeref_conformance.oracles.dialect import as_named, of_5
 from moeref_conformance.oracles.expected import Expected
-from moeref_conformance.oracles.recipes import IN_FP32, MAKING
+from moeref_conformance.oracles.recipes import MAKING, cast
 
 #: Row of a route that the engine did not give.
 MISSING = -1
@@ -452,10 +452,7 @@ def _model(folder: str, dtype: torch.dtype) -> Any:
             attn_implementation="eager",
             local_files_only=True,
         )
-    kept = IN_FP32.get(model.config.model_type, ())
-    for name, parameter in model.named_parameters():
-        if not name.endswith(kept):
-            parameter.data = parameter.data.to(dtype)
+    cast(model, dtype)
     return model.eval()
 
 

@@ -20,6 +20,7 @@ from moeref_conformance.contract import activations
 from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.oracles import mtp_names
 from moeref_conformance.oracles.expected import Expected
+from moeref_conformance.oracles.recipes import IN_FP32
 
 #: With the type of Megatron's field; a file may have 32 for 32.0.
 _YARN: dict[str, type[int] | type[float]] = {
@@ -276,7 +277,12 @@ def _logits_dtype(values: dict[str, Any]) -> torch.dtype:
         return torch.bfloat16
     products = _Products()
     with torch.device("meta"), products:
-        kinds[0](config).to(torch.bfloat16)(torch.empty(2, config.hidden_size, dtype=torch.bfloat16))
+        router = kinds[0](config)
+        if not any(name.endswith(".gate.weight") for name in IN_FP32.get(config.model_type, ())):
+            router.to(torch.bfloat16)
+        # MiniMax-M2's is given the experts' bias.
+        more = [torch.empty(len(router.weight))] * (len(inspect.signature(router.forward).parameters) - 1)
+        router(torch.empty(2, config.hidden_size, dtype=torch.bfloat16), *more)
     return products.dtypes[0]
 
 

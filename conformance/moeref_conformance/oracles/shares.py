@@ -15,11 +15,12 @@ import torch
 
 @dataclass(frozen=True)
 class Share:
-    """The rank among the `size` TP (or ETP) ranks that cut a tensor."""
+    """The rank among the `size` TP (or ETP) ranks that cut a tensor, and the shape of what the rank holds."""
 
     config: Mapping[str, Any]
     rank: int
     size: int
+    shape: tuple[int, ...]
 
     def mine(self, count: int) -> list[int]:
         """Those of `count` rows, columns or heads that are this rank's: equally many for each rank, in order."""
@@ -43,6 +44,12 @@ Table = dict[str, tuple[tuple[str, ...], Make]]
 def whole(share: Share, full: torch.Tensor) -> torch.Tensor:
     """Every rank holds all of it."""
     return full
+
+
+def _of_heads(share: Share, full: torch.Tensor) -> torch.Tensor:
+    """A norm of queries or keys: the same for each head, or one over all heads, of which a rank may hold its heads'."""
+    over_all = len(full) != share.config.get("head_dim")
+    return share.rows(full) if over_all and share.shape == (len(full) // share.size,) else full
 
 
 def gate_up(share: Share, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -103,9 +110,15 @@ LAYER = (
 ATTENTION = each(
     whole,
     ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    # Attention of their own, in which frameworks have norms over all heads
+    ("self_attention.q_norm.weight", "self_attn.q_norm.weight"),
+    ("self_attention.k_norm.weight", "self_attn.k_norm.weight"),
+) | each(
+    _of_heads,
     ("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
     ("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
-) | {
+)
+ATTENTION |= {
     f"self_attention.linear_qkv.{kind}": (tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), _qkv)
     for kind in ("weight", "bias")
 }
@@ -156,5 +169,11 @@ EXPERT = mlp("", "mlp.experts.{}.")
 FUSED_EXPERT = each(_fused_gate_up, ("linear_fc1.weight", "mlp.experts.gate_up_proj")) | each(
     Share.columns, ("linear_fc2.weight", "mlp.experts.down_proj")
 )
-MIXTRAL = each(whole, ("mlp.router.weight", "block_sparse_moe.gate.weight"))
+MIXTRAL = each(
+    whole,
+    ("mlp.router.weight", "block_sparse_moe.gate.weight"),
+    ("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias"),
+)
+#: In transformers' memory, where MiniMax-M2's bias is not the router's.
+OUTER_BIAS = each(whole, ("mlp.router.expert_bias", "mlp.e_score_correction_bias"))
 MIXTRAL_EXPERT = mlp("", "block_sparse_moe.experts.{}.", ("w1", "w3", "w2"))

@@ -17,7 +17,10 @@ from moeref_conformance.oracles import mtp_names
 from moeref_conformance.oracles.expected import EXTRA
 
 #: Families with biases beside weights or in routers, and those whose published files end with layers for MTP.
-_BIASED = ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "kimi_k25")
+_BIASED = (
+    *("glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "kimi_k25"),
+    "minimax_m2",
+)
 _PREDICTING = ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
 #: Families without biases in routers, whose last layer may have no attention.
 _HYBRID = ("qwen3_next", "qwen3_5_moe_text")
@@ -132,7 +135,7 @@ def unlike(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, torch.
 
 def _norms_heads(cell: Cell) -> bool:
     """Whether the missing norm is that of queries: in bf16, of families that have one in the last layer."""
-    return cell.dtype == "bfloat16" and cell.family in ("glm4_moe", "qwen3_moe")
+    return cell.dtype == "bfloat16" and cell.family in ("glm4_moe", "minimax_m2", "qwen3_moe")
 
 
 def _per_expert(cell: Cell) -> bool:
@@ -145,6 +148,6 @@ def _expert(cell: Cell, number: int) -> str:
         return f"{layer}mlp.experts.down_proj"
     return layer + (
         f"block_sparse_moe.experts.{number}.w3.weight"
-        if cell.family == "mixtral"
+        if cell.family in ("mixtral", "minimax_m2")
         else f"mlp.experts.{number}.up_proj.weight"
     )

@@ -22,6 +22,7 @@ BLOCKS: dict[str, Block] = {
     "deepseek_v3": (8, 8),
     "deepseek_v32": (8, 8),
     "qwen3_5_moe_text": (24, 24),
+    "minimax_m2": (16, 16),
     "qwen3_moe": (16, 16),
     "qwen3_next": (40, 40),
 }
@@ -42,6 +43,7 @@ _HYBRID = (
 _LISTED = {
     "deepseek_v3": ("mlp.gate",),
     "deepseek_v32": ("mlp.gate", "self_attn.indexer.weights_proj"),
+    "minimax_m2": (),
     "qwen3_moe": ("input_layernorm", "mlp.gate", "post_attention_layernorm"),
     "qwen3_5_moe_text": _HYBRID,
     "qwen3_next": _HYBRID,
@@ -49,6 +51,7 @@ _LISTED = {
 #: Other modules that stay as they are: a linear, which published files quantise, the embedding of Qwen3.5, and linears
 #: of Qwen3-Next's MTP layer, which is listed whether a model has it or not.
 _OTHERS = {
+    "minimax_m2": ("gate", "e_score_correction_bias"),  # of every layer
     "qwen3_moe": (KEPT,),
     "qwen3_5_moe_text": ("model.embed_tokens", "model.layers.0.linear_attn.out_proj"),
     "qwen3_next": ("mtp.fc", "mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert_gate"),

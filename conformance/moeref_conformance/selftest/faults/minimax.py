@@ -1,0 +1,97 @@
+"""Bugs that only one norm over all heads of queries, and one over all of keys, can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moeref_conformance.selftest.border import Change, each_chunk
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+#: The mean of squares of heads [..., heads, width], and the first of this rank's heads, of so many.
+Mean = Callable[[torch.Tensor], torch.Tensor]
+First = Callable[[int], int]
+
+
+def _tp() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+    return group
+
+
+def _own(heads: int) -> int:
+    return _tp().rank() * heads // _tp().size()
+
+
+def _of_all(squares: torch.Tensor) -> torch.Tensor:
+    """As it should be."""
+    from megatron.core.tensor_parallel import mappings
+
+    mean = mappings.reduce_from_tensor_model_parallel_region(squares.mean((-2, -1), keepdim=True))
+    every: torch.Tensor = mappings.copy_to_tensor_model_parallel_region(mean)
+    return every / _tp().size()
+
+
+def _without_gradients(squares: torch.Tensor) -> torch.Tensor:
+    mean = squares.mean((-2, -1), keepdim=True)
+    dist.all_reduce(mean, group=_tp())
+    return mean / _tp().size()
+
+
+def _norm(module: Any, mean: Mean, first: First, x: torch.Tensor) -> torch.Tensor:
+    weight: torch.Tensor = module.weight.view(-1, x.shape[-1])
+    start = first(len(weight))
+    return x * torch.rsqrt(mean(x.square()) + module.eps) * weight[start : start + x.shape[-2]]
+
+
+def _normed(mean: Mean = _of_all, first: First = _own) -> Change:
+    """Norms of queries and keys have this mean of squares, and the scales of these heads."""
+
+    def change(chunk: Any) -> None:
+        for name, module in chunk.named_modules():
+            if name.endswith(("q_layernorm", "k_layernorm")):
+                module.forward = partial(_norm, module, mean, first)
+
+    return each_chunk(change)
+
+
+FAULTS = (
+    Fault(
+        id="heads-normed-one-by-one",
+        bug="vllm-metal#788 in kind: megatron-core's norm of each head in place of one over all heads",
+        rules=("FWD-001",),
+        cell=cell("minimax_m2", "one"),
+        wrap=_normed(lambda squares: squares.mean(-1, keepdim=True)),
+        one_rank=True,
+    ),
+    Fault(
+        id="heads-of-a-rank-normed-alone",
+        bug="exllamav3#141, yalis#36: the mean of squares is that of this TP rank's heads",
+        rules=("FWD-001",),
+        also=("FWD-002",),
+        diagnosis="hidden states differ from the attention of layer 0 on",
+        cell=cell("minimax_m2", "tp2"),
+        wrap=_normed(lambda squares: squares.mean((-2, -1), keepdim=True)),
+    ),
+    Fault(
+        id="heads-normed-by-the-first-scales",
+        bug="sglang#20967 in kind: TP ranks scale their heads by other heads' part of the norm's weight",
+        rules=("FWD-001",),
+        also=("FWD-002",),
+        diagnosis="hidden states differ from the attention of layer 0 on",
+        cell=cell("minimax_m2", "tp2"),
+        wrap=_normed(first=lambda heads: 0),
+    ),
+    Fault(
+        id="heads-normed-without-gradients-of-others",
+        bug="Megatron-Bridge's norm of MiniMax-M2, by reading: squares are summed over TP unseen by autograd",
+        rules=("GRD-001",),
+        cell=cell("minimax_m2", "tp2"),
+        wrap=_normed(_without_gradients),
+    ),
+)

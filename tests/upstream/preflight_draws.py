@@ -9,7 +9,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "glm4_moe_lite", "qwen3_next", "glm_moe_dsa")
+FAMILIES = (
+    *("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "glm4_moe_lite", "qwen3_next", "glm_moe_dsa"),
+    "minimax_m2",
+)
 MODULES = (
     "core_attn",
     "moe_act",

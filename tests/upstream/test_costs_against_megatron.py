@@ -38,6 +38,7 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
     ("gpt_oss", "tp=2,ep=2,etp=1,world=8", {}, "bfloat16"),
     ("qwen3_next", "tp=2,ep=4,etp=1,world=8", {}, "bfloat16"),
     ("mixtral", "tp=2,ep=1,etp=1,world=8", {}, "bfloat16"),
+    ("minimax_m2", "tp=2,ep=2,etp=1,world=8", {}, "bfloat16"),
 ]
 
 
@@ -49,6 +50,7 @@ TRACED: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_moe", "world=1", {}),
     ("mixtral", "world=1", {}),
     ("glm4_moe", "world=1", {}),
+    ("minimax_m2", "world=1", {}),
     ("deepseek_v3", "world=1", {}),
     ("glm4_moe_lite", "world=1", {}),
     ("qwen3_moe", "tp=2,etp=1,world=2", {}),

@@ -85,7 +85,7 @@ def _found(package: str) -> tuple[Path | None, Path | None]:
 
 def lacks_transformers(cell: Cell) -> str:
     """Why the transformers here, of which the expected model is made, has none of the cell; empty if it has."""
-    of_5 = cell.family in ("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+    of_5 = cell.family in ("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minimax_m2")
     if cell.expert_format == "per_expert" and not of_5:
         return ""
     version = _version("transformers")

@@ -12,6 +12,7 @@ _OWNERS = {
     "allenai": ("OLMo-core", "open-instruct"),
     "AI-Hypercomputer": ("maxtext",),
     "AMD-AGI": ("Primus",),
+    "axonn-ai": ("yalis",),
     "apple": ("ml-cross-entropy",),
     "areal-project": ("AReaL",),
     "deepseek-ai": ("DeepEP", "DeepSeek-V3"),
@@ -55,9 +56,10 @@ _OWNERS = {
     "thinking-machines-lab": ("tinker-cookbook",),
     "THUDM": ("slime",),
     "tinygrad": ("tinygrad",),
+    "turboderp-org": ("exllamav3",),
     "unslothai": ("unsloth", "unsloth-zoo"),
     "verl-project": ("verl",),
-    "vllm-project": ("speculators", "vLLM", "vime", "vllm-ascend"),
+    "vllm-project": ("speculators", "vLLM", "vime", "vllm-ascend", "vllm-metal"),
 }
 #: Repositories that have another name than the one that engineers use.
 _CALLED = {"NeMo-RL": "RL", "TRL": "trl", "vLLM": "vllm"}

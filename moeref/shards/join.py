@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,11 +56,22 @@ def checkpoint_files(tensors: list[HFTensor], file_bytes: int = FILE) -> dict[st
 
 
 def write_index(part: Path, listed: dict[str, list[HFTensor]], config: Path) -> None:
-    """Write the index of a checkpoint's files, and copy its config."""
+    """Write the index of a checkpoint's files, and its config, which says nothing of the quantised files it came with:
+    these are not."""
     total = sum(nbytes(t) for tensors in listed.values() for t in tensors)
     weight_map = {t.name: name for name, tensors in listed.items() for t in tensors}
     write_json(part / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-    shutil.copyfile(config, part / CONFIG)
+    given = json.loads(config.read_text(encoding="utf-8"))
+    if (plain := _plain(given)) == given:
+        shutil.copyfile(config, part / CONFIG)
+    else:
+        write_json(part / CONFIG, plain)
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without `quantization_config`, its own and its text model's."""
+    kept = {key: value for key, value in config.items() if key != "quantization_config"}
+    return kept | {key: _plain(kept[key]) for key in ("text_config",) if isinstance(kept.get(key), Mapping)}
 
 
 def _files(tensors: list[HFTensor], limit: int) -> Iterator[list[HFTensor]]:

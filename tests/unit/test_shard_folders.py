@@ -21,6 +21,7 @@ from moeref.bridge import BridgeError, ShardMap, hf_tensors, inventory, load
 from moeref.families import SpecNames
 from moeref.layout import Layout
 from moeref.shards import ShardError, ShardFolder, join, save, split
+from moeref.shards.join import write_index
 from moeref.torch_dtypes import TORCH, bits_of
 from tests.unit import shard_ranks
 from tests.unit.models import CONFIGS
@@ -65,6 +66,16 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, family: str, layout: str)
     assert tensors(back) == tensors(hf)
     assert len(list(back.glob("*.safetensors"))) > 1
     assert json.loads((back / "config.json").read_text()) == json.loads((hf / "config.json").read_text())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_config_of_quantised_files_says_nothing_of_it_where_files_are_not(tmp_path: Path, inside: bool) -> None:
+    plain = {"hidden_size": 8, "rope_scaling": None}
+    given = {**plain, "quantization_config": {"quant_method": "fp8"}}
+    want, given = ({"text_config": of, "a": 1} if inside else of for of in (plain, given))
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    write_index(tmp_path, {}, tmp_path / "given.json")
+    assert json.loads((tmp_path / "config.json").read_text()) == want
 
 
 def test_the_folder_is_named_by_the_topology(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moeref.bridge import fp8_blocks, int4_groups
+from moeref.bridge import fp8_blocks, int4_groups, mxfp4_blocks
 from moeref.bridge.fp8_blocks import FP8, Block, dequantised
 from moeref.bridge.int4_groups import PackedWeight
-from moeref.bridge.regions import BridgeError, Index
+from moeref.bridge.mxfp4_blocks import BlockedWeight
+from moeref.bridge.regions import BridgeError, Index, ranges
 from moeref.bridge.shard_map import HFTensor, ShardMap, hf_tensors
 
 _log = logging.getLogger(__name__)
@@ -41,12 +42,15 @@ class Checkpoint:
 
     block: weights in FP8 have a scale for each block of so many rows and columns, and are given as bf16; their scales
     are no tensors then. group: weights in INT4 have a scale for each group of so many columns, and are one tensor in
-    bf16 each, not three. Raises BridgeError where scales do not fit their weight.
+    bf16 each, not three. mxfp4: weights in MXFP4 are one in bf16, not two. Raises BridgeError where scales do not fit
+    their weight.
     """
 
-    def __init__(self, folder: str | Path, block: Block | None = None, group: int | None = None) -> None:
-        self.folder, self._block, self._group = Path(folder), block, group
-        self._packed: dict[str, PackedWeight] = {}
+    def __init__(
+        self, folder: str | Path, block: Block | None = None, group: int | None = None, mxfp4: bool = False
+    ) -> None:
+        self.folder, self._block = Path(folder), block
+        self._packed: dict[str, PackedWeight | BlockedWeight] = {}
         self._scales: dict[str, Any] = {}  # of FP8 weights, by the weight's name
         self._stack = ExitStack()
         self._where: dict[str, Any] = {}
@@ -60,6 +64,8 @@ class Checkpoint:
                 self._pair(block)
             if group is not None:
                 self._pair_packed(group)
+            if mxfp4:
+                self._pair_blocked()
         except BaseException:
             self.close()
             raise
@@ -132,6 +138,12 @@ class Checkpoint:
         for name in sorted({name.rpartition("_")[0] for name in self._where if name.endswith(ends)}):
             self._packed[name] = self._where[name] = int4_groups.paired(name, self._where, group)
 
+    def _pair_blocked(self) -> None:
+        """Give every MXFP4 weight its scales, under the name of the weight."""
+        ends = (mxfp4_blocks.BLOCKS, mxfp4_blocks.SCALES)
+        for name in sorted({name.rpartition("_")[0] for name in self._where if name.endswith(ends)}):
+            self._packed[name] = self._where[name] = mxfp4_blocks.paired(name, self._where)
+
     @property
     def names(self) -> set[str]:
         """All tensor names in the folder."""
@@ -147,12 +159,11 @@ class Checkpoint:
 
     def read(self, name: str, index: Index) -> torch.Tensor:
         """The slice `index` of tensor `name`; the rest of the tensor is not read."""
-        if self._group is not None and name in self._packed:
-            packed = self._packed[name]
-            return packed.read(*_ranges(packed.shape, index), self._group)
+        if name in self._packed:
+            return self._packed[name].read(index)
         if self._block is not None and name in self._scales:
             part, scales = self._where[name], self._scales[name]
-            rows, columns = _ranges(part.get_shape(), index)
+            rows, columns = ranges(part.get_shape(), index)
             return dequantised(lambda *of: part[of], lambda *of: scales[of], rows, columns, self._block)
         tensor: torch.Tensor = self._where[name][index]
         return tensor
@@ -176,12 +187,6 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _ranges(shape: Sequence[int], index: Index) -> tuple[range, range]:
-    """The rows and columns that an index of a matrix takes."""
-    rows, columns = (range(*of.indices(size)) for size, of in zip(shape, index, strict=True) if isinstance(of, slice))
-    return rows, columns
 
 
 def _numbered(name: str) -> list[str | int]:

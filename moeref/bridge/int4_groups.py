@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moeref.bridge.regions import BridgeError
+from moeref.bridge.regions import BridgeError, Index, ranges
 
 #: What the names of a weight's parts end with, after `weight`, and numbers in one int32.
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
@@ -22,14 +22,16 @@ OFFSET = 8
 
 
 class PackedWeight(NamedTuple):
-    """Slices of safetensors: the packed numbers and the scales of a weight, with its shape."""
+    """Slices of safetensors: the packed numbers and the scales of a weight, with its shape and a group's columns."""
 
     packed: Any
     scale: Any
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+    group: int
 
-    def read(self, rows: range, columns: range, group: int) -> torch.Tensor:
-        """The bf16 of `rows` and `columns`, of which only the words and scales are read that these need."""
+    def read(self, index: Index) -> torch.Tensor:
+        """The bf16 of `index`, of which only the words and scales are read that it needs."""
+        (rows, columns), group = ranges(self.shape, index), self.group
         words = slice(columns.start // IN_WORD, -(-columns.stop // IN_WORD))
         groups = slice(columns.start // group, -(-columns.stop // group))
         at = slice(rows.start, rows.stop)
@@ -61,4 +63,4 @@ def paired(name: str, parts: dict[str, Any], group: int) -> PackedWeight:
             f"{name} is INT4 in groups of {group}: {name}{SHAPE} is {found}, for which {name}{PACKED} has to be "
             f"{want[0]} I32 and {name}{SCALE} {want[1]} BF16, and they are {held[0]} and {held[1]}"
         )
-    return PackedWeight(packed, scale, (size[0], size[1]))
+    return PackedWeight(packed, scale, (size[0], size[1]), group)

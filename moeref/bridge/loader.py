@@ -94,8 +94,8 @@ def load(
 ) -> None:
     """Fill the chunks of `rank` from a Hugging Face folder, in either expert format; vocabulary padding becomes zero.
 
-    Weights in FP8 or INT4, as `model.fp8_block` and `model.int4_group` say, become bf16. What the model keeps in fp32
-    may be bf16 in files, and is widened with a warning.
+    Weights in FP8, INT4 or MXFP4, as `model.fp8_block`, `model.int4_group` and `model.mxfp4` say, become bf16. What the
+    model keeps in fp32 may be bf16 in files, and is widened with a warning.
 
     Names, shapes and dtypes of the whole checkpoint are checked against the headers before the first byte is written;
     then each Hugging Face tensor is read once, and only the slice whose elements this rank holds.
@@ -117,7 +117,8 @@ def load(
         with together("nothing was written"):
             if dist.is_initialized() and dist.get_world_size(group) != 1:
                 check_place(shard_map.layout, rank, group)
-            checkpoint = opened.enter_context(Checkpoint(folder, shard_map.model.fp8_block, shard_map.model.int4_group))
+            model = shard_map.model
+            checkpoint = opened.enter_context(Checkpoint(folder, model.fp8_block, model.int4_group, model.mxfp4))
             in_format = shard_map.for_checkpoint(checkpoint.names)
             pairs = bind(in_format, rank, chunks)
             check_headers(checkpoint, in_format)

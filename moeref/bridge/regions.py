@@ -6,7 +6,7 @@ description serves both ways, so they cannot disagree; the regions of all TP ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -250,6 +250,11 @@ def bounding(regions: tuple[CopyRegion, ...], tensor: int) -> Index:
             parts = [i for i in axis if isinstance(i, slice)]
             out.append(slice(min(i.start for i in parts), max(i.stop for i in parts)))
     return tuple(out)
+
+
+def ranges(shape: Sequence[int], index: Index) -> list[range]:
+    """What an index takes of each axis that it has a slice of."""
+    return [range(*of.indices(size)) for size, of in zip(shape, index, strict=True) if isinstance(of, slice)]
 
 
 def relative(index: Index, base: Index) -> Index:

@@ -115,7 +115,7 @@ def check(
 
 
 def _of_files(published: Model, model: Model) -> tuple[str, ...]:
-    """Notes on what loading does to the published files: what it skips, FP8 and INT4 weights."""
+    """Notes on what loading does to the published files: what it skips, FP8, INT4 and MXFP4 weights."""
     number, block, group = published.most_mtp_layers - model.mtp_layers, model.fp8_block, model.int4_group
     notes = []
     if number:
@@ -127,6 +127,8 @@ def _of_files(published: Model, model: Model) -> tuple[str, ...]:
         notes.append(f"FP8 files, blocks of {block[0]} × {block[1]}: loading makes them bf16, and export sends bf16")
     if group is not None:
         notes.append(f"INT4 files, groups of {group} columns: loading makes them bf16, and export sends bf16")
+    if model.mxfp4:
+        notes.append("MXFP4 files, blocks of 32 inputs: loading makes experts bf16, and export sends bf16")
     return tuple(notes)
 
 

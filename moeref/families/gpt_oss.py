@@ -1,7 +1,7 @@
 """gpt-oss: GQA with sinks and a sliding window in every other layer, biases everywhere, every layer MoE.
 
 Files hold all experts of a layer in one tensor per parameter, as [in, out], with gate and up alternating; so does
-transformers in memory. The published files are MXFP4 and have to be converted to bf16 first.
+transformers in memory. The published files have experts in MXFP4, which loading makes bf16.
 Sources: the saved names of transformers' GptOss; megatron-core's DotProductAttention (`softmax_offset`) and Router.
 """
 

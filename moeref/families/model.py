@@ -159,6 +159,7 @@ class Model:
     mtp_apart: bool = False  # files have one such layer, apart under `mtp.`, whether or not the config says so
     fp8_block: tuple[int, int] | None = None  # (rows, columns) of a block of FP8 weights in files, with a scale each
     int4_group: int | None = None  # columns of a group of INT4 weights in files, with a scale each
+    mxfp4: bool = False  # experts' weights in files are MXFP4, each block of 32 inputs with a scale
     ignored: tuple[str, ...] = ()  # prefixes of tensor names in published files that loading skips
 
     def with_mtp(self, layers: int) -> Model:

@@ -118,10 +118,15 @@ def read_int4_groups(config: Mapping[str, Any]) -> INT4Groups | None:
     return INT4Groups(size, tuple(map(str, given.get("ignore") or ())))
 
 
+#: Families whose files may have their experts in MXFP4.
+_IN_MXFP4 = ("gpt_oss",)
+
+
 def file_blocks(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The fields of `Model` that say how files are quantised; empty for files that are not.
 
-    Raises UnmappedModelError for files that are quantised otherwise than in blocks of FP8 or groups of INT4.
+    Raises UnmappedModelError for files that are quantised otherwise than in blocks of FP8, groups of INT4 or, of
+    gpt-oss, in MXFP4.
     """
     given = config.get("quantization_config")
     if not given:
@@ -130,7 +135,10 @@ def file_blocks(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         return {"fp8_block": blocks.block}
     if (groups := read_int4_groups(config)) is not None:
         return {"int4_group": groups.group}
+    if given.get("quant_method") == "mxfp4" and name in _IN_MXFP4:
+        return {"mxfp4": True}
     raise UnmappedModelError(
-        f"{name}: the checkpoint is quantised ({str(given.get('quant_method'))[:100]}), and only FP8 (e4m3) in blocks "
-        "and INT4 in groups (pack-quantized, symmetric) are read; turn it into bf16 first and give that config"
+        f"{name}: the checkpoint is quantised ({str(given.get('quant_method'))[:100]}), and only FP8 (e4m3) in blocks, "
+        f"INT4 in groups (pack-quantized, symmetric) and MXFP4 of {', '.join(_IN_MXFP4)} are read; turn it into bf16 "
+        "first and give that config"
     )

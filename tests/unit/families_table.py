@@ -23,7 +23,9 @@ def lines() -> list[str]:
         fused = any(cell.expert_format == "fused" for cell in cells)
         fp8 = any(cell.fp8_checkpoint for cell in cells)
         int4 = any(cell.int4_checkpoint for cell in cells)
-        formats = "published" + ", in FP8" * fp8 + ", in INT4" * int4 + ", transformers 5's" * fused
+        mxfp4 = any(cell.mxfp4_checkpoint for cell in cells)
+        packed = ", in FP8" * fp8 + ", in INT4" * int4 + ", in MXFP4" * mxfp4
+        formats = "published" + packed + ", transformers 5's" * fused
         made.append(f"| `{family}` | {len(cells)} | {len(layouts)} | {formats} | {_also(cells)} | {', '.join(sizes)} |")
     return made
 

@@ -95,6 +95,6 @@ def test_files_that_are_quantised_otherwise_are_refused(change: dict[str, Any]) 
     with pytest.raises(UnmappedModelError) as refused:
         file_blocks({"quantization_config": {**BLOCKS, **change}}, "deepseek_v3")
     assert str(refused.value) == (
-        f"deepseek_v3: the checkpoint is quantised ({kind}), and only FP8 (e4m3) in blocks and INT4 in groups "
-        "(pack-quantized, symmetric) are read; turn it into bf16 first and give that config"
+        f"deepseek_v3: the checkpoint is quantised ({kind}), and only FP8 (e4m3) in blocks, INT4 in groups "
+        "(pack-quantized, symmetric) and MXFP4 of gpt_oss are read; turn it into bf16 first and give that config"
     )

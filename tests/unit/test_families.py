@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def test_missing_key_is_named(name: str, key: str) -> None:
         ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"] * 2}),
         ("gpt_oss", {"rope_parameters": None}),
         ("gpt_oss", {"rope_parameters": {**YARN}}),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}),
+        ("gpt_oss", {"quantization_config": {"quant_method": "quark"}}),
         ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}),
         ("qwen3_next", {"layer_types": ["linear_attention", "sliding_attention"] * 2}),
         ("qwen3_next", {"linear_num_value_heads": 12}),
@@ -303,6 +304,17 @@ GPT_OSS: dict[str, object] = {
 }
 
 
+MXFP4 = {
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+    "quant_method": "mxfp4",
+}
+
+
 @pytest.mark.parametrize(("layers", "experts", "total"), [(24, 32, 20_914_757_184), (36, 128, 116_829_156_672)])
 def test_published_gpt_oss(layers: int, experts: int, total: int) -> None:
     """The counts are the sums over the tensors of the bf16 checkpoints, 20.9 and 116.8 billion."""
@@ -327,8 +339,9 @@ def test_published_gpt_oss(layers: int, experts: int, total: int) -> None:
 
 
 def test_published_gpt_oss_is_quantised() -> None:
-    with pytest.raises(FamilyError, match=r"gpt_oss: the checkpoint is quantised \(mxfp4\), and only FP8 \(e4m3\)"):
-        families.read({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}})
+    assert families.read({**GPT_OSS, "quantization_config": MXFP4}) == replace(families.read(GPT_OSS), mxfp4=True)
+    with pytest.raises(FamilyError, match=r"gpt_oss: the checkpoint is quantised \(bitsandbytes\), and only FP8"):
+        families.read({**GPT_OSS, "quantization_config": {"quant_method": "bitsandbytes"}})
 
 
 def test_a_layout_that_megatron_cannot_give_gpt_oss_is_refused() -> None:

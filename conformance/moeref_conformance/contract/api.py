@@ -107,6 +107,12 @@ class Export(Protocol):
         lowest four bits, each 8 more than it is, `weight_scale` [rows, ⌈columns / group_size⌉] a scale in bf16 for each
         group of a row's columns, and `weight_shape` the rows and columns. A weight is its number times its group's
         scale, rounded to bf16.
+
+        In a cell with `mxfp4_checkpoint` experts are in MXFP4 as gpt-oss's files have it: `gate_up_proj_blocks`
+        [experts, out, in / 32, 16] has two numbers of e2m1 in each byte, the first in the lower four bits, and
+        `gate_up_proj_scales` [experts, out, in / 32] the exponent of a scale 2^(byte - 127) for each 32 numbers of the
+        input; `down_proj_blocks` and `down_proj_scales` are alike, and gate and up alternate. A weight is its number
+        times its block's scale, in bf16; what is sent has the names and shapes of bf16 files.
         """
 
     def plan(self) -> Sequence[TensorMeta]:

@@ -181,6 +181,16 @@ class Cell:
         of_size=True,
         hashed_if_set=True,
     )
+    #: Experts of the checkpoint in MXFP4, each block of 32 inputs with a scale, as gpt-oss is published; see
+    #: `api.Export`.
+    mxfp4_checkpoint: bool = axis(
+        False,
+        claim="reads_mxfp4",
+        noun="checkpoints with experts in MXFP4",
+        shown="mxfp4-checkpoint",
+        of_size=True,
+        hashed_if_set=True,
+    )
     #: Experts of the Hugging Face checkpoint: tensors of each, or one of all, as in the modules of transformers 5, or
     #: this of the decoder's layers alone, beside multi-token prediction layers that have tensors of each (Qwen3.5).
     expert_format: str = axis("per_expert", choices=("per_expert", "fused", "fused_decoder"), claim="expert_formats")
@@ -248,7 +258,7 @@ class Cell:
     @property
     def quantised_checkpoint(self) -> bool:
         """Whether weights of the checkpoint are quantised, of which the model loads others than files have."""
-        return self.fp8_checkpoint or self.int4_checkpoint
+        return self.fp8_checkpoint or self.int4_checkpoint or self.mxfp4_checkpoint
 
     @property
     def rows(self) -> int:
@@ -297,6 +307,7 @@ class Claims:
     mtp: int = 0  # most multi-token prediction layers
     leaves_mtp_out: bool = False  # of a checkpoint that has them, for a model that has none
     reads_int4: bool = False  # a checkpoint's experts in INT4, into a model in bf16
+    reads_mxfp4: bool = False  # a checkpoint's experts in MXFP4, into a model in bf16
     reads_fp8: bool = False  # a checkpoint's weights in FP8 blocks, into a model in bf16
     #: Linears of ADAPTER_MODULES that `Adapters` gives adapters; those of gated delta nets if they are said.
     adapter_modules: frozenset[str] = frozenset(ADAPTER_MODULES) - frozenset(DELTA_NET_MODULES)

@@ -74,6 +74,8 @@ def wrong_expert(name: str, expected: torch.Tensor, got: torch.Tensor, candidate
     sources = candidates.sources(name)
     if len(sources) != 1 or sources[0].dim() < 2 or expected.shape != got.shape:
         return ""
+    if said := _whole_expert(sources[0], expected, got):
+        return said
     experts, want, have = bits(sources[0]).reshape(len(sources[0]), -1), bits(expected), bits(got)
     for number, own in enumerate(experts):
         ordered, order = own.sort()
@@ -81,6 +83,17 @@ def wrong_expert(name: str, expected: torch.Tensor, got: torch.Tensor, candidate
         if torch.equal(ordered[place], want):
             others = (experts[:, order[place]] == have).all(1).nonzero()
             return f"holds expert {int(others[0])}, expected expert {number}" if len(others) else ""
+    return ""
+
+
+def _whole_expert(experts: torch.Tensor, expected: torch.Tensor, got: torch.Tensor) -> str:
+    """As `wrong_expert`, of a whole one that is held as it is, turned, or turned with pairs of rows parted: also where
+    many elements are equal."""
+    turned = experts.mT if experts.dim() == 3 else experts[:, None]
+    for held in (experts, turned, torch.cat([turned[:, 0::2], turned[:, 1::2]], 1)):
+        here, there = ([n for n, own in enumerate(held) if same(own, of)] for of in (expected, got))
+        if here and there:
+            return f"holds expert {there[0]}, expected expert {here[0]}"
     return ""
 
 

@@ -103,8 +103,8 @@ def scaled_by_block(expected: torch.Tensor, got: torch.Tensor) -> str:
 
 
 def scaled_by_run(expected: torch.Tensor, got: torch.Tensor) -> str:
-    """A factor for each run of columns of a row: nearly all neighbours in a row share theirs."""
-    return _scaled_by(expected, got, (1,), "runs of its rows")
+    """A factor for each run of columns of a row, or of rows of a column: nearly all neighbours there share theirs."""
+    return _scaled_by(expected, got, (1,), "runs of its rows") or _scaled_by(expected, got, (0,), "runs of its columns")
 
 
 def _scaled_by(expected: torch.Tensor, got: torch.Tensor, along: tuple[int, ...], what: str) -> str:

@@ -23,12 +23,14 @@ from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.contract.hf_files import INDEX
 from moeref_conformance.contract.published_models import TINY, TINY_SEED
 from moeref_conformance.contract.requests import int4 as int4_request
+from moeref_conformance.contract.requests import mxfp4 as mxfp4_request
 from moeref_conformance.contract.requests import quantised as request
 from moeref_conformance.oracles import (
     beside_vision,
     expert_tensors,
     int4,
     mtp_names,
+    mxfp4,
     published,
     quantised,
     recipes,
@@ -164,7 +166,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
             _fill(model, dtype, _generator(stream), bias=FAR)
             _save(model, cell, folder / other)
         _give_sampling_parameters(main, *(folder / other for other in OTHERS))
-    plain = (_in_int4 if cell.int4_checkpoint else _in_fp8)(cell, main) if cell.quantised_checkpoint else None
+    plain = _packer(cell)(cell, main) if cell.quantised_checkpoint else None
     _wrap(cell, main)
     (folder / "config").mkdir()
     shutil.copy(main / "config.json", folder / "config" / "config.json")
@@ -205,6 +207,13 @@ def _wrap(cell: Cell, folder: Path) -> None:
     _index(folder, {file: load_file(file) for file in sorted(folder.glob("*.safetensors"))})
 
 
+def _packer(cell: Cell) -> Callable[[Cell, Path], dict[str, torch.Tensor]]:
+    """What puts the cell's checkpoint into the form that it asks for."""
+    if cell.mxfp4_checkpoint:
+        return _in_mxfp4
+    return _in_int4 if cell.int4_checkpoint else _in_fp8
+
+
 def _in_fp8(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
     """Put a checkpoint's linears into FP8, and return the tensors that it loads as.
 
@@ -237,6 +246,22 @@ def _in_int4(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
     _part(folder, lambda name: name.endswith(f".weight{int4_request.SCALE}"))
     prefix = beside_vision.prefix(cell.family)
     return {prefix + name: of for name, of in int4.loaded(read_checkpoint(folder)).items()}
+
+
+def _in_mxfp4(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
+    """Put a checkpoint's experts into MXFP4, and return the tensors that it loads as.
+
+    The scales of a file's weights are in the file after it.
+    """
+    made = (cell.family, cell.dtype, cell.expert_format, cell.replay, cell.fp8_checkpoint, cell.int4_checkpoint)
+    if made != ("gpt_oss", "bfloat16", "per_expert", "off", False, False):
+        raise ValueError(f"cell {cell.id}: experts in MXFP4 have a recipe for gpt_oss in bf16, without replay")
+    model = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(mxfp4_request.config(model), indent=2) + "\n")
+    for file in folder.glob("*.safetensors"):
+        save_file(mxfp4.stored(load_file(file)), file, metadata={"format": "pt"})
+    _part(folder, lambda name: name.endswith(mxfp4_request.SCALES))
+    return mxfp4.loaded(read_checkpoint(folder))
 
 
 def _part(folder: Path, behind: Callable[[str], bool]) -> None:

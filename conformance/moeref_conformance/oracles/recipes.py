@@ -102,6 +102,9 @@ _SEVERAL: dict[str, dict[str, Any]] = {
 }
 
 
+#: Where experts are in MXFP4, whose blocks have 32 numbers of the input.
+_IN_BLOCKS = {"hidden_size": 96, "intermediate_size": 96}
+
 #: In fused files. Qwen3's experts are as published ones: gate and up together are less than the hidden size, so that a
 #: side that is told by its length shows, and divide by 8 ranks as all widths do; other experts are wide. The heads of
 #: Mixtral are as published ones: their width is null, and the hidden size holds all of them.
@@ -392,7 +395,9 @@ def _of_batch(cell: Cell) -> dict[str, Any]:
 
 
 def _of_files(cell: Cell) -> dict[str, Any]:
-    """What files with fused experts change."""
+    """What files with fused experts, or with experts in MXFP4, change."""
+    if cell.mxfp4_checkpoint:
+        return _IN_BLOCKS
     return _FUSED.get(cell.family, {}) if cell.expert_format != "per_expert" and not cell.precision else {}
 
 

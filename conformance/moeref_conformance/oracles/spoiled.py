@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moeref_conformance.contract.api import Cell
-from moeref_conformance.contract.requests import int4
+from moeref_conformance.contract.requests import int4, mxfp4
 from moeref_conformance.contract.requests.quantised import SCALES
 from moeref_conformance.oracles import mtp_names
 from moeref_conformance.oracles.expected import EXTRA
@@ -38,6 +38,8 @@ def missing_kinds(cell: Cell) -> list[str]:
         return ["scales", "scales of attention"]
     if cell.int4_checkpoint:
         return ["scales of INT4", "numbers"]
+    if cell.mxfp4_checkpoint:
+        return ["scales of MXFP4", "blocks"]
     if cell.batch != "single" and cell.family not in _HYBRID:
         return ["values"] + ["shared expert"] * (cell.family in ("glm4_moe", "deepseek_v3"))
     kinds = ["expert", "norm", "final norm", "router"]
@@ -67,6 +69,8 @@ def missing(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
         "scales": f"{_expert(cell, 11)}{SCALES}",
         "scales of INT4": f"{_expert(cell, 11)}{int4.SCALE}",
         "numbers": f"{_expert(cell, 11)}{int4.PACKED}",
+        "scales of MXFP4": f"{_expert(cell, 11)}{mxfp4.SCALES}",
+        "blocks": f"{_expert(cell, 11)}{mxfp4.BLOCKS}",
         "norm": f"{layer}{'self_attn.q_norm' if _norms_heads(cell) else 'input_layernorm'}.weight",
         "final norm": "model.norm.weight",
         "head": "lm_head.weight",
@@ -113,6 +117,8 @@ def unlike_kinds(cell: Cell) -> list[str]:
     """Kinds of tensors that the cell's checkpoint could have in another shape."""
     if cell.int4_checkpoint:
         return ["scales of INT4"]
+    if cell.mxfp4_checkpoint:
+        return ["scales of MXFP4"]
     return ["scales"] if cell.fp8_checkpoint else ["norm", "expert", "output"]
 
 
@@ -125,7 +131,7 @@ def unlike(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, torch.
     kind, layer = chosen(cell, unlike_kinds(cell)), f"model.layers.{cell.layers - 1}."
     expert = _expert(cell, _ONE.get(cell.family, 11))
     names = {"norm": f"{layer}input_layernorm.weight", "expert": expert, "scales": f"{expert}{SCALES}"}
-    names["scales of INT4"] = f"{expert}{int4.SCALE}"
+    names |= {"scales of INT4": f"{expert}{int4.SCALE}", "scales of MXFP4": f"{expert}{mxfp4.SCALES}"}
     name = names.get(kind) or next(n for n in tensors if n.startswith(layer) and n.endswith(_OUTPUTS))
     tensor, dim = tensors[name], 0 if kind == "expert" and _per_expert(cell) else -1
     if kind == "norm":

@@ -27,6 +27,7 @@ _OWNERS = {
     "Infini-AI-Lab": ("astraflow",),
     "ISEEKYAN": ("mbridge",),
     "karpathy": ("nanochat",),
+    "kekzl": ("imp",),
     "lightseekorg": ("tokenspeed",),
     "meta-pytorch": ("MSLK", "torchforge"),
     "microsoft": ("dion",),
@@ -59,7 +60,9 @@ _OWNERS = {
     "turboderp-org": ("exllamav3",),
     "unslothai": ("unsloth", "unsloth-zoo"),
     "verl-project": ("verl",),
-    "vllm-project": ("speculators", "vLLM", "vime", "vllm-ascend", "vllm-metal"),
+    "vllm-project": (
+        *("compressed-tensors", "speculators", "vLLM", "vime", "vllm-ascend", "vllm-gaudi", "vllm-metal"),
+    ),
 }
 #: Repositories that have another name than the one that engineers use.
 _CALLED = {"NeMo-RL": "RL", "TRL": "trl", "vLLM": "vllm"}

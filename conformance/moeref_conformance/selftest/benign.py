@@ -39,9 +39,11 @@ from moeref_conformance.contract.api import (
     Turn,
     World,
 )
+from moeref_conformance.contract.requests.mxfp4 import BLOCKS, SCALES
 from moeref_conformance.selftest import plain_fp8, plain_int4
 from moeref_conformance.selftest.border import (
     Pair,
+    Tensors,
     checkpoint,
     collected,
     copied,
@@ -50,6 +52,7 @@ from moeref_conformance.selftest.border import (
     each_chunk,
     facet,
     inventory,
+    loading,
     names,
     placed,
     stream,
@@ -113,6 +116,23 @@ class Benign(Variant):
     why: str
     should: tuple[str, ...] = ()
     one_rank: bool = True
+
+
+#: The numbers of MXFP4, twice as large.
+_TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+
+
+def _turned_into_bf16_first(session: Session, cell: Cell, world: World) -> Any:
+    def bf16(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        twice = torch.stack([_TWICE[(blocks & 15).int()], _TWICE[(blocks >> 4).int()]], -1).flatten(-2)
+        return (twice * 2.0 ** (scales.float() - 128)[..., None]).flatten(-2).mT.bfloat16().contiguous()
+
+    def change(tensors: Tensors) -> Tensors:
+        made = {name: of for name, of in tensors.items() if not name.endswith((BLOCKS, SCALES))}
+        packed = [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
+        return made | {name: bf16(tensors[name + BLOCKS], tensors[name + SCALES]) for name in packed}
+
+    return loading(session, world, change)
 
 
 def _made_by_its_first_step(session: Session, cell: Cell, world: World) -> Any:
@@ -1473,6 +1493,12 @@ _DESIGNS = (
         why="its scales are the largest magnitude / 7.5 in the weight's dtype, and its shapes int64",
         cell=cell("kimi_k25", "tp2", dtype="bfloat16"),
         wrap=plain_fp8.design(_Sevens),
+    ),
+    Benign(
+        id="mxfp4-turned-into-bf16-first",
+        why="a script makes bf16 files before anything is loaded, with whole numbers, of which zero has no sign",
+        cell=cell("gpt_oss", "tp2-ep2-etp1", dtype="bfloat16", mxfp4_checkpoint=True),
+        wrap=_turned_into_bf16_first,
     ),
     Benign(
         id="optimizer-made-by-its-first-step",

@@ -704,6 +704,7 @@ class MoerefTarget:
         leaves_mtp_out=True,
         reads_fp8=True,
         reads_int4=True,
+        reads_mxfp4=True,
         experts=frozenset({"sequential", "grouped"}),
         dispatchers=frozenset(dispatcher.Choice),
         kernels=frozenset({"torch", "te"}),

@@ -28,6 +28,7 @@ from moeref_conformance.selftest.faults import (
     minimax,
     model,
     mtp,
+    mxfp4_checkpoint,
     names,
     not_finite,
     offload,
@@ -50,22 +51,8 @@ from moeref_conformance.selftest.faults.base import Fault
 MODULES = (
     *(names, loading, around, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream),
     *(mtp, masks, balancing, logprobs, policy, fp8_checkpoint, int4_checkpoint, int4_sent),
-    *(
-        roles,
-        seeds,
-        config,
-        gpt_oss,
-        minimax,
-        hybrid,
-        sparse,
-        static,
-        routes,
-        capture,
-        replay,
-        dispatch,
-        delta,
-        quantised,
-    ),
+    *(mxfp4_checkpoint, minimax),
+    *(roles, seeds, config, gpt_oss, hybrid, sparse, static, routes, capture, replay, dispatch, delta, quantised),
     *(optimizer, not_finite, offload, adapters, sync, settings),
 )
 FAULTS: dict[str, Fault] = {fault.id: fault for module in MODULES for fault in module.FAULTS}

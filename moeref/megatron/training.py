@@ -66,12 +66,14 @@ def policy_gradients(
     *,
     temperature: float = 1.0,
     entropy: float = 0.0,
+    bias_rate: float = 0.0,
 ) -> dict[tuple[int, str], torch.Tensor]:
     """As `gradients`, of a policy's loss in place of the cross entropy.
 
     It is the mean, over the tokens of all replicas where `mask_BS` is True, of -(advantage · logprob + `entropy` · H).
     The log-probability of a token and the entropy H of what it is drawn from are of logits divided by `temperature`.
-    `advantages_BS` [B, S] are constants, in fp32.
+    `advantages_BS` [B, S] are constants, in fp32. All tokens count where the routers' expert bias grows or shrinks by
+    `bias_rate`, as in `gradients`, whether they are trained on or not.
 
     Multi-token prediction layers add their own loss, as in `gradients`. Raises ValueError for advantages of another
     shape; other errors as `gradients` does.
@@ -80,7 +82,7 @@ def policy_gradients(
         raise ValueError(f"advantages are {list(advantages_BS.shape)}, tokens {list(tokens_BS.shape)}")
     microbatches = rows(chunks, shard_map.layout, tokens_BS, micro_batch, mask_BS)
     of_labels = torch.split(advantages_BS.to(device.of(chunks)).roll(-1, 1), micro_batch)
-    return _policy_step(chunks, shard_map, microbatches, of_labels, temperature, entropy)
+    return _policy_step(chunks, shard_map, microbatches, of_labels, temperature, entropy, bias_rate)
 
 
 def packed_policy_gradients(
@@ -92,11 +94,12 @@ def packed_policy_gradients(
     *,
     temperature: float = 1.0,
     entropy: float = 0.0,
+    bias_rate: float = 0.0,
 ) -> dict[tuple[int, str], torch.Tensor]:
     """As `policy_gradients`, of samples that are packed as for `packed_gradients`.
 
     `masks` and `advantages` have those of each sample. Raises ValueError also for other numbers of packs, samples or
-    tokens, and for `seq_aux_loss`.
+    tokens, and for `seq_aux_loss`; with multi-token prediction layers for any loss of the routers and a `bias_rate`.
     """
     padding_mask.check_losses(chunks[0].config)
     sizes, given = ([[len(sample) for sample in pack] for pack in of] for of in (packs, advantages))
@@ -106,7 +109,7 @@ def packed_policy_gradients(
     microbatches = batches.of_samples(on_device(packs, chunks), plan, longest, masks)
     pairs = zip(microbatches, on_device(advantages, chunks), strict=True)
     of_labels = [one.spread([sample.roll(-1) for sample in of])[None] for one, of in pairs]
-    return _policy_step(chunks, shard_map, microbatches, of_labels, temperature, entropy)
+    return _policy_step(chunks, shard_map, microbatches, of_labels, temperature, entropy, bias_rate)
 
 
 def _policy_step(
@@ -116,6 +119,7 @@ def _policy_step(
     of_labels: Sequence[torch.Tensor],
     temperature: float,
     entropy: float,
+    bias_rate: float,
 ) -> dict[tuple[int, str], torch.Tensor]:
     """The gradients of a policy's loss; `of_labels` has the advantages `[B, S]` of each microbatch's labels."""
 
@@ -128,7 +132,7 @@ def _policy_step(
         summed: torch.Tensor = -gain_BS[labels_BS != batches.IGNORED].sum()
         return summed
 
-    return _step(chunks, shard_map, microbatches, loss=loss)
+    return _step(chunks, shard_map, microbatches, bias_rate, loss)
 
 
 def packed_gradients(

@@ -245,6 +245,9 @@ class Policy(Protocol):
         advantages are as in `Gradients.gradients`, and so are the cell's `router_loss` and the loss of multi-token
         prediction layers, which are added, and a step in which all replicas have no token to train on.
 
+        In a cell with `bias_update` the answer has the experts' bias too, as there: updated by all tokens of the step,
+        whether they are trained on or not.
+
         In a cell with replay R3, and in no other, `routes` are given, as in `Replay.step`: those of this rank's rows.
         Gradients are of a step under them; in bf16 each token but the last of a sample has one. In some cells layers
         are recomputed in the backward pass, as there.

@@ -9,8 +9,9 @@ import torch
 
 from moeref_conformance.contract.cells import BIAS_UPDATE_RATE
 from moeref_conformance.contract.findings import Finding
+from moeref_conformance.contract.requests.policy import unrouted
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import expected, finding, gradients_of, missing_records, records
+from moeref_conformance.judges.common import TRAINING_STEPS, expected, finding, gradients_of, missing_records, records
 from moeref_conformance.judges.observed_routes import oracle, seen_routes, with_mtp
 from moeref_conformance.oracles import balancing
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
@@ -26,19 +27,30 @@ def experts_bias_follows_the_tokens(case: Case) -> Iterator[Finding]:
 
     Multi-token prediction layers may route the last tokens of a row in any way, or count none: what these decide is
     open. Under given routes the last tokens of samples, which have none, count for the experts that they took; whether
-    such a step moves the bias at all is open.
+    such a step moves the bias at all is open. A policy's steps under the routers' own choice move it as others do: all
+    tokens count, whether they are trained on or not.
     """
-    yield from missing_records(case, "inventory", "gradients")
-    yield from _bias_of(case, "gradients", "native")
+    steps = ("gradients", *_of_a_policy(case))
+    yield from missing_records(case, "inventory", *steps)
+    for step in steps:
+        yield from _bias_of(case, step, "native")
     if case.cell.replay == "R3":
         yield from missing_records(case, "replay")
         for phase in ("step-a", "recompute-b"):
             yield from _bias_of(case, phase, phase[-1])
 
 
+def _of_a_policy(case: Case) -> tuple[str, ...]:
+    """The steps of a policy's loss that take the routers' own choice; none where the cell or the target has none."""
+    cell = case.cell
+    open_loss = cell.mtp and (cell.router_loss or not case.claims.mtp_in_policy)
+    asked = cell.loss_mask and cell.replay != "R3" and not open_loss
+    return unrouted(cell) if asked and "policy" in case.claims.facets else ()
+
+
 def _bias_of(case: Case, phase: str, routes: str) -> Iterator[Finding]:
     """Findings for the experts' bias after a step under these routes, or under the routers' own."""
-    step = "gradients" if phase == "gradients" else "replay"
+    step = phase if phase in TRAINING_STEPS else "replay"
     placed = Placement(case.cell, expected(case).config, _updated(case, phase, routes))
     findings, moved = list[Finding](), False
     for record in records(case, "inventory", step):
@@ -49,14 +61,14 @@ def _bias_of(case: Case, phase: str, routes: str) -> Iterator[Finding]:
                 got = have.get(f"{item['chunk']}:{item['local']}")
                 moved |= got is None or not torch.equal(got, expected(case).tensors[held.hf[0]])
                 findings += _moved(case, record.rank, phase, item["local"], held, got)
-    if moved or step == "gradients":
+    if moved or step != "replay":
         yield from findings
 
 
 def _updated(case: Case, phase: str, routes: str) -> Mapping[str, torch.Tensor]:
     """The checkpoint with each bias as it is after the step."""
     tensors, lengths = dict(expected(case).tensors), expected(case).lengths
-    took = {} if phase == "gradients" else seen_routes(case, phase)[0]
+    took = {} if phase in TRAINING_STEPS else seen_routes(case, phase)[0]
     last = {(row, length - 1) for row, length in enumerate(lengths)}
     routed = {**oracle(case, routes).experts, **(with_mtp(case, routes).experts if case.cell.mtp else {})}
     for layer, by_place in routed.items():

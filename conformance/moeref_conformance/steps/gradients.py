@@ -103,7 +103,7 @@ def step(facet: Gradients, context: Context) -> dict[str, Any]:
     if cell.bias_update:
         other_BS = backwards(rows_BS)  # the same tokens, counted twice, would not move a bias otherwise
         facet.gradients(other_BS)
-        _without_gradients(other_BS, context)
+        without_gradients(other_BS, context)
     elif twice(cell):
         with scaled([*last_layer(context), *heads(context)]):
             found = facet.gradients(*(of_BS[: cell.rows] for of_BS in (rows_BS, *mask)))  # one microbatch
@@ -114,7 +114,7 @@ def step(facet: Gradients, context: Context) -> dict[str, Any]:
     return {"off": off(before, context)}
 
 
-def _without_gradients(tokens_BS: torch.Tensor, context: Context) -> None:
+def without_gradients(tokens_BS: torch.Tensor, context: Context) -> None:
     """An evaluation of the rows, and their old log-probabilities, as RL asks for them between steps: neither counts."""
     cell, facets = context.cell, context.claims.facets
     if "forward" in facets:

@@ -101,15 +101,23 @@ def _off(context: Context) -> dict[str, Any]:
 
 
 def _saved(facet: Policy, context: Context, name: str) -> None:
-    """Take a step and save its gradients; some recompute layers."""
+    """Take a step and save its gradients; some recompute layers.
+
+    Where steps update the experts' bias, other tokens come before it, in a step and in forwards without gradients.
+    """
     cell, held = context.cell, load_file(context.input("tokens"))
     of_all = (held["tokens"], held["mask"], advantages(held["tokens"]))
     tokens_BS, mask_BS, advantages_BS = (
         gradients.batch(gradients.of_replica(of_BS, cell, context.rank), cell) for of_BS in of_all
     )
+    rest = mask_BS, advantages_BS, requests.loss(name), _routes(context)
+    if cell.bias_update:
+        other_BS = backwards(tokens_BS)
+        _asked(facet, context, other_BS, *rest)
+        gradients.without_gradients(other_BS, context)
     recompute = recomputing(cell) if requests.recomputed(name) else nullcontext
     with recompute(context.facet("export").chunks()):
-        found = _asked(facet, context, tokens_BS, mask_BS, advantages_BS, requests.loss(name), _routes(context))
+        found = _asked(facet, context, tokens_BS, *rest)
     context.save(name, gradients.by_name(found))
 
 

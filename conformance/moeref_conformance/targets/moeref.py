@@ -172,9 +172,11 @@ class _Model:
         if self._batch == "packed":
             packs, masks, advantages = (self._packs(tokens_BS, of_BS) for of_BS in (tokens_BS, mask_BS, advantages_BS))
             of_packs = self._built.chunks, self._built.shard_map, packs, masks, advantages
-            return megatron.packed_policy_gradients(*of_packs, temperature=temperature, entropy=entropy)
+            step = functools.partial(megatron.packed_policy_gradients, *of_packs)
+            return self._with_bias(functools.partial(step, temperature=temperature, entropy=entropy))
         given = self._built.chunks, self._built.shard_map, tokens_BS, mask_BS, advantages_BS, self._size
-        return megatron.policy_gradients(*given, temperature=temperature, entropy=entropy)
+        step = functools.partial(megatron.policy_gradients, *given)
+        return self._with_bias(functools.partial(step, temperature=temperature, entropy=entropy))
 
     def _with_bias(
         self, gradients: Callable[..., dict[tuple[int, str], torch.Tensor]]

@@ -310,7 +310,48 @@ def _temperature_of_logprobs(session: Session, cell: Cell, world: World) -> Any:
     return facet(facet(session, "logprobs", logprobs=logprobs), "policy", policy_gradients=policy_gradients)
 
 
+def _bias_of(change: Callable[[Gradients, Gradients], Gradients]) -> Wrap:
+    """A fault's `wrap`: biases after a policy's step are `change(own, first)`: the model's, and those after the first
+    step."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.policy
+        export: Any = session.export
+        first = Gradients()
+
+        def policy_gradients(*given: Any) -> Gradients:
+            found: Gradients = good.policy_gradients(*given)
+            held = {(c, n): of for c, chunk in enumerate(export.chunks()) for n, of in chunk.named_buffers()}
+            own = {key: held[key].clone() for key in found if key in held}
+            first.update({key: found[key] for key in own if key not in first})
+            return {**found, **change(own, first)}
+
+        return facet(session, "policy", policy_gradients=policy_gradients)
+
+    return wrap
+
+
 FAULTS = (
+    Fault(
+        id="policy-moves-no-bias",
+        bug="maxtext#2494 in kind: no step updates the experts' bias, here none of a policy's loss",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "ep2", bias_update=True, loss_mask=True),
+        wrap=_bias_of(lambda own, first: own),
+        one_rank=True,
+        says="have another bias after policy",
+        diagnosis="moved by 0, 0",
+    ),
+    Fault(
+        id="policy-moves-the-bias-by-the-first-step",
+        bug="prime-rl#2267 in kind: counts of tokens are those of a policy's first step, and later ones update by them",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "ep2", bias_update=True, loss_mask=True),
+        wrap=_bias_of(lambda own, first: first),
+        one_rank=True,
+        says="have another bias after policy",
+        diagnosis="moved by",
+    ),
     Fault(
         id="policy-recomputed-without-its-first-layer",
         bug="Megatron-Bridge#1750, verl#4566 in kind: the backward pass of layers that are recomputed misses the first",

@@ -19,7 +19,7 @@ CLAIMS = Claims(facets=frozenset({"replay"}), families=frozenset({"glm4_moe"}), 
 
 def test_transformers_takes_all_choices_of_a_token_that_chose_otherwise_in_one_layer(variants: Path) -> None:
     case = Case(CELL, expected(CELL, variants), None, None, CLAIMS)
-    native, place = oracle(case, "a"), max(without_route(case))
+    native, place = oracle(case, "a"), max(without_route(case, "a"))
     first = min(native.experts)
 
     def chosen_after(other: frozenset[int]) -> dict[int, dict[tuple[int, int], frozenset[int]]]:

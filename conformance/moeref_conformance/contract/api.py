@@ -454,8 +454,8 @@ class Replay(Protocol):
 
     `routes` are what an engine sends: for each row int32, int16 or uint16 [S - 1, layers, top-k], read-only, zeros for
     dense layers. The last token, which has none, is left to the router, and so is a row of -1 (none come unless
-    `Claims.missing_rows`), and so are multi-token prediction layers. A row's routes may come as a list of `Turn`s
-    instead. None (R2) means the routes that `record` saw last.
+    `Claims.missing_rows`; some samples have no other), and so are multi-token prediction layers. A row's routes may
+    come as a list of `Turn`s instead. None (R2) means the routes that `record` saw last.
     """
 
     def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:

@@ -119,11 +119,11 @@ def rounding(case: Case, which: str) -> routed.Rounding:
     return routed.rounding(expected(case), which, case.claims.missing_rows)
 
 
-def without_route(case: Case) -> set[Place]:
-    """Places that the given routes leave to the router."""
+def without_route(case: Case, which: str) -> set[Place]:
+    """Places that the given routes of this set leave to the router."""
     places = set()
     lengths = expected(case).lengths
-    for number, sample in enumerate(routed.given_routes(expected(case), "a", case.claims.missing_rows)):
+    for number, sample in enumerate(routed.given_routes(expected(case), which, case.claims.missing_rows)):
         places |= {(number, s) for s in range(lengths[number]) if s >= len(sample) or sample[s].min() < 0}
     return places
 
@@ -134,7 +134,7 @@ def oracle_of(case: Case, phase: str) -> routed.Routed:
 
     Tokens without a route take the experts that the target chose for them, which other rules judge.
     """
-    return _taking(case, phase[-1], phase, without_route(case))
+    return _taking(case, phase[-1], phase, without_route(case, phase[-1]))
 
 
 @once

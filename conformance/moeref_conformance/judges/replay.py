@@ -164,10 +164,10 @@ def tokens_take_their_routes(case: Case) -> list[Finding]:
         for phase, source in (("replay", "record"), ("recompute", "record"), ("step-changed", "record-changed")):
             findings += _against(case, phase, seen_routes(case, source)[0], whose="the recorded forward's")
         return [*(lost for source in ("record", "record-changed") for lost in _unseen(case, source)), *findings]
-    missing = without_route(case)
     for phase in PHASES["R3"]:
         if phase.startswith("native"):
             continue
+        missing = without_route(case, phase[-1])
         want = _begun(case, oracle(case, phase[-1]).experts) if phase == SHORTER else oracle(case, phase[-1]).experts
         given = {layer: {p: e for p, e in places.items() if p not in missing} for layer, places in want.items()}
         findings += _against(case, phase, given, whose="its route says")
@@ -255,14 +255,16 @@ def rows_without_a_route_are_native(case: Case) -> Outcome | list[Finding]:
         return no
     if findings := missing_records(case, "replay"):
         return findings
-    return findings + _native(case, without_route(case) - _last(case))
+    return findings + _native(case, lambda which: without_route(case, which) - _last(case))
 
 
-def _native(case: Case, places: set[Place]) -> list[Finding]:
-    """Findings where tokens at these places do not take the router's choice while others are replayed."""
+def _native(case: Case, places: Callable[[str], set[Place]]) -> list[Finding]:
+    """Findings where tokens at these places of a set do not take the router's choice while others are replayed."""
     findings = []
     for phase in ("replay-a", "step-a", "recompute-b"):
-        findings += _against(case, phase, oracle(case, phase[-1]).experts, only=places, whose="the router chooses")
+        findings += _against(
+            case, phase, oracle(case, phase[-1]).experts, only=places(phase[-1]), whose="the router chooses"
+        )
     return findings
 
 
@@ -311,7 +313,7 @@ def the_last_token_is_native(case: Case) -> Outcome | list[Finding]:
     if findings := missing_records(case, "replay"):
         return findings
     far = _far(case, oracle(case, "a").logits_BSV, _at(case, _last(case)))
-    return outcome([*_native(case, _last(case)), *far.findings], met=far.met)
+    return outcome([*_native(case, lambda which: _last(case)), *far.findings], met=far.met)
 
 
 @judges("RPL-005")

@@ -36,6 +36,8 @@ MISSING = -1
 IGNORED = -100
 #: Two sets of routes.
 SETS = ("a", "b")
+#: The set and the number of a sample without any route: in a microbatch of pairs it is the first, in a pack the last.
+WITHOUT = ("b", 2)
 
 
 #: Experts by layer, sample and position, for tokens whose route is not given.
@@ -156,7 +158,8 @@ def given_routes(expected: Expected, name: str, missing: bool = True) -> list[np
 
     Random distinct experts in MoE layers, which no router would choose, zeros in dense ones; the last token has no row.
     Two rows that follow each other have the same route, to the first experts, as padding has it. With `missing` rows of
-    the last sample are -1: one in the middle, and of a longer one the first and the last.
+    the last sample are -1: one in the middle, and of a longer one the first and the last; and in set `b` of more than
+    two samples all rows of the third.
     """
     shape = _shape(expected)
     rng = np.random.default_rng(1000 + SETS.index(name))
@@ -168,6 +171,8 @@ def given_routes(expected: Expected, name: str, missing: bool = True) -> list[np
             idx_TLK[1:3, shape.routed] = np.arange(shape.top_k)
         if missing and number == len(expected.lengths) - 1:
             idx_TLK[[0, length // 2, length - 2] if length > 8 else length // 2] = MISSING
+        elif missing and (name, number) == WITHOUT:
+            idx_TLK[:] = MISSING
         samples_routes.append(idx_TLK.astype(np.int32))
     return samples_routes
 

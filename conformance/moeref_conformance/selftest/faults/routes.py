@@ -132,6 +132,28 @@ def _all_or_none(sample: Any, tokens: int) -> Any:
     return sample if isinstance(sample, list) or np.min(sample) >= 0 else np.full_like(sample, -1)
 
 
+def _has_none(sample: Any) -> bool:
+    """Whether no token of a sample has a route."""
+    return not isinstance(sample, list) and bool(np.size(sample)) and np.max(sample) < 0
+
+
+def _none_made_up(sample: Any, tokens: int) -> Any:
+    """A sample without any route is given the first experts, so that it has the shape of the others."""
+    return _to_the_first(np.array(sample)) if _has_none(sample) else sample
+
+
+def _by_the_first(session: Session, cell: Cell, world: World) -> Any:
+    """In a training step the first sample of a microbatch says whether this has routes."""
+    good: Any = session.replay
+
+    def step(tokens_BS: Any, routes: Sequence[Any]) -> Any:
+        firsts = [number - number % cell.rows for number in range(len(routes))]
+        none = [_has_none(routes[first]) for first in firsts]
+        return good.step(tokens_BS, [np.full_like(of, -1) if no else of for of, no in zip(routes, none, strict=True)])
+
+    return facet(session, "replay", step=step)
+
+
 def _last_repeated(sample: Any, tokens: int) -> Any:
     """The last token, which has no route, is given that of the token before."""
     rows = joined(sample, tokens) if isinstance(sample, list) else np.array(sample)
@@ -378,6 +400,27 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3"),
         wrap=sending(_all_or_none),
         diagnosis="the router's own choice",
+    ),
+    Fault(
+        id="sample-without-routes-all-native",
+        bug="NVIDIA-NeMo/labs-molt#5: the first sample of a microbatch has no routes, and those of the others are lost",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", batch="pairs", replay="R3"),
+        wrap=_by_the_first,
+        says="recompute-b: token 0 of sample 3",
+        diagnosis="the router's own choice",
+        one_rank=True,
+    ),
+    Fault(
+        id="sample-without-routes-to-the-first-experts",
+        bug="verl-project/uni-agent#57: a sample without routes is given zeros, as they fit those of other samples",
+        rules=("RPL-003",),
+        also=("RPL-009",),  # its last token chooses otherwise behind a layer with other experts
+        cell=cell("qwen3_moe", "one", batch="pairs", replay="R3"),
+        wrap=sending(_none_made_up),
+        says="recompute-b: token 0 of sample 2",
+        diagnosis="the first experts",
+        one_rank=True,
     ),
     Fault(
         id="resumed-routes-replace",

@@ -375,7 +375,8 @@ class Adapters(Protocol):
         """As `Export.stream`, the weights that were loaded, for an engine that is sent adapters beside them. Asked of
         trained adapters, and only if the target claims `adapter_base`.
 
-        Names are the checkpoint's, as if there were no adapters. The model then computes and trains as before.
+        Names are the checkpoint's, as if there were no adapters. The model then computes and trains as before. Like
+        `merged`, it is asked once more behind the last step of restored adapters.
         """
 
     def save(self, folder: Path) -> None:
@@ -386,8 +387,8 @@ class Adapters(Protocol):
 
     def restore(self, checkpoint: Path, folder: Path) -> None:
         """Attach the adapters that were saved to `folder` to the weights of a Hugging Face folder, and go on with them,
-        as a run does that is resumed. Rank, alpha and modules are those of the save. Called last, after one more step;
-        the model may be built anew here.
+        as a run does that is resumed. Rank, alpha and modules are those of the save. Called after one more step, and
+        followed by the same step; the model may be built anew here.
         """
 
     def logits(self, tokens_BS: torch.Tensor, base: bool = False) -> torch.Tensor | None:

@@ -62,8 +62,9 @@ SIZE = 1.3
 TRAINED = ("fresh", "step1", "step2")
 #: All streams of adapters.
 PHASES = (*request.PHASES, *request.RESUMED)
-#: Streams of weights.
-WEIGHTS = ("merged", "base")
+#: Streams of weights, and the phases of adapters until then; the last one is merged.
+TRAINED_SO_FAR = {"": TRAINED, request.BEHIND: (*TRAINED, "on", "resumed")}
+WEIGHTS = tuple(f"{when}{of}" for when in TRAINED_SO_FAR for of in ("merged", "base"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +82,7 @@ class _Sent:
     rank: int
     names: Mapping[str, list[str]]
     phases: Mapping[str, dict[str, torch.Tensor]]
-    merged: _Stream
-    base: _Stream
+    weights: Mapping[str, _Stream]
     overwritten: list[str]
 
 
@@ -103,9 +103,9 @@ def _together(ranks: list[RankRecord]) -> _Sent:
 
     names = {phase: [name for value in values for name in value["sent"].get(phase, ())] for phase in PHASES}
     phases = {phase: named(phase) for phase in PHASES}
-    merged, base = (_Stream([row for of in values for row in of.get(key, ())], named(key)) for key in WEIGHTS)
+    weights = {key: _Stream([row for of in values for row in of.get(key, ())], named(key)) for key in WEIGHTS}
     overwritten = [name for value in values for name in value["overwritten"]]
-    return _Sent(ranks[0].rank, names, phases, merged, base, overwritten)
+    return _Sent(ranks[0].rank, names, phases, weights, overwritten)
 
 
 def _apart(case: Case, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -518,20 +518,42 @@ def _not_as_before(
 def merged_weights_are_sums(case: Case, sent: list[_Sent]) -> Outcome:
     """Each weight with an adapter within the rounding of its dtype, each other one bit for bit."""
     findings, worst = list[Finding](), 0.0
-    for one in sent:
-        names = [row["name"] for row in one.merged.metas]
-        findings += once_each(case, one.rank, "adapters", names, "is not among the merged weights", "is merged")
-        findings += _overwritten(case, one, ("merged",))
-        more, far = _sums(case, sent[0], one)
+    for when, one in _times_asked(case, sent):
+        key, behind = f"{when}merged", _in_words(when)
+        names = [row["name"] for row in one.weights[key].metas]
+        lacks, again = f"is not among the merged weights{behind}", f"is merged{behind}"
+        findings += once_each(case, one.rank, "adapters", names, lacks, again)
+        findings += _overwritten(case, one, (key,))
+        more, far = _sums(case, sent[0], one, when)
         findings, worst = [*findings, *more], max(worst, far)
     return outcome(findings, met=f"off by at most {worst:.2f} of the rounding of sums in {case.cell.dtype}")
 
 
-def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
+def _times_asked(case: Case, sent: list[_Sent]) -> Iterator[tuple[str, _Sent]]:
+    """What each receiver was given, with what begins the names of its streams of weights.
+
+    Those behind a restore are left out where not all adapters came then, which LRA-007 judges.
+    """
+    names = [oracle.peft(name, factor) for name in _whole(case, sent[0]) for factor in oracle.FACTORS]
+    for when, phases in TRAINED_SO_FAR.items():
+        held = [sent[0].phases[phase] for phase in phases]
+        there = all(name in of and of[name].shape == held[0][name].shape for of in held for name in names)
+        if not when or (case.claims.adapter_saves and there):
+            yield from ((when, one) for one in sent)
+
+
+def _in_words(when: str) -> str:
+    return " of restored adapters" if when else ""
+
+
+def _sums(case: Case, first: _Sent, sent: _Sent, when: str) -> tuple[list[Finding], float]:
     """Findings of one receiver's merged weights, and how far others are off their limit."""
-    tensors, adapters, whole = _weights(case), first.phases["step2"], set(_whole(case, first))
+    trained = {phase: first.phases[phase] for phase in TRAINED_SO_FAR[when]}
+    *_, adapters = trained.values()
+    tensors, whole = _weights(case), set(_whole(case, first))
     want, worst = oracle.merged(tensors, adapters, sorted(whole)), 0.0
-    findings, fitting = _as_announced(case, sent.rank, sent.merged, "among the merged weights")
+    where = f"among the merged weights{_in_words(when)}"
+    findings, fitting = _as_announced(case, sent.rank, sent.weights[f"{when}merged"], where)
     for name, got in fitting.items():
         if name not in whole:
             if (difference := compare(want[name], got)) is not None:
@@ -542,9 +564,8 @@ def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
             far = float((distance(want[name], got) / oracle.rounding(tensors, adapters, name)).nan_to_num().max())
             worst = worst if far > 1 else max(worst, far)
             if far > 1:
-                trained = {phase: first.phases[phase] for phase in TRAINED}
                 diagnosis = adapter_causes.merged_as(name, trained, tensors[name], got)
-                message = f"{name} is not the sum with its adapter"
+                message = f"{name} is not the sum with its adapter{', restored' if when else ''}"
                 findings.append(_found(case, sent.rank, name, message, diagnosis=diagnosis))
     return findings, worst
 
@@ -554,25 +575,27 @@ def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
 def the_base_is_sent_alone(case: Case, sent: list[_Sent]) -> Outcome:
     """Each weight of the base while adapters are attached and trained, bit for bit."""
     findings = list[Finding]()
-    for one in sent:
-        names = [row["name"] for row in one.base.metas]
-        missed = once_each(case, one.rank, "adapters", names, "is not sent of the base", "is sent of the base")
+    for when, one in _times_asked(case, sent):
+        key, what = f"{when}base", f"sent of the base{_in_words(when)}"
+        names = [row["name"] for row in one.weights[key].metas]
+        missed = once_each(case, one.rank, "adapters", names, f"is not {what}", f"is {what}")
         findings += [replace(found, diagnosis=adapter_causes.named_as(found.hf_name)) for found in missed]
-        findings += [*_overwritten(case, one, ("base",)), *_of_base(case, sent[0], one)]
+        findings += [*_overwritten(case, one, (key,)), *_of_base(case, sent[0], one, when)]
     return outcome(findings, met="the base's weights as the checkpoint has them")
 
 
-def _of_base(case: Case, first: _Sent, sent: _Sent) -> Iterator[Finding]:
+def _of_base(case: Case, first: _Sent, sent: _Sent, when: str) -> Iterator[Finding]:
     """Findings of one receiver's weights of the base, with what else they are."""
     tensors, whole = _weights(case), set(_whole(case, first))
-    trained = {phase: first.phases[phase] for phase in TRAINED}
-    findings, fitting = _as_announced(case, sent.rank, sent.base, "of the base")
+    trained = {phase: first.phases[phase] for phase in TRAINED_SO_FAR[when]}
+    where = f"of the base{_in_words(when)}"
+    findings, fitting = _as_announced(case, sent.rank, sent.weights[f"{when}base"], where)
     yield from findings
     for name, got in fitting.items():
         if (difference := compare(tensors[name], got)) is not None:
             with_it = adapter_causes.added_as(name, trained, tensors[name], got) if name in whole else ""
             diagnosis = with_it or scaled(tensors[name], got)
-            yield _found(case, sent.rank, name, f"{name} of the base: {difference.text}", diagnosis=diagnosis)
+            yield _found(case, sent.rank, name, f"{name} {where}: {difference.text}", diagnosis=diagnosis)
 
 
 @judges("LRA-007")

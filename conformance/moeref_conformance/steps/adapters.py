@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Adapters, Cell, TensorMeta, to_plain
 from moeref_conformance.contract.records import digest, free_key
-from moeref_conformance.contract.requests.adapters import ALPHA, RANK, RATES, RESUMED_RATE, modules
+from moeref_conformance.contract.requests.adapters import ALPHA, BEHIND, RANK, RATES, RESUMED_RATE, modules
 from moeref_conformance.steps import gradients, policy
 from moeref_conformance.steps.export import items
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
@@ -32,7 +32,8 @@ def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
     chunks, first and last.
 
     Saves tensors as `phase.name`, those of the merged stream as `merged.name`, of the base's as `base.name`, and logits
-    as `logits.phase`. By these keys `overwritten` has the tensors that held other values when their stream had ended.
+    as `logits.phase`. What is streamed of restored adapters and of the base behind them is `resumed_merged` and
+    `resumed_base`. By these keys `overwritten` has the tensors that held other values when their stream had ended.
     """
     cell, held, received = context.cell, load_file(context.input("tokens")), _Received(adapters)
     of_all, asked = held["tokens"], modules(context.claims, cell)
@@ -55,16 +56,23 @@ def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
     received.logits("trained", of_all)
     received.logits("base", of_all, base=True)
     own = not context.claims.lends and context.claims.lasts == "stream"
-    weights = {"merged": received.weights("merged", adapters.merged(), own)}
-    if context.claims.adapter_base:
-        weights["base"] = received.weights("base", adapters.base(), own)
+    weights = _weights(adapters, context, received, "", own)
     sent["again"] = received.sent("again", own)
     received.logits("after", of_all)
     digests = {"attached": attached, "left": _digests(adapters)}
     if context.claims.adapter_saves:
         sent |= _resumed(adapters, context, lambda: adapters.step(rows_BS, mask_BS, RESUMED_RATE), received)
+        weights |= _weights(adapters, context, received, BEHIND)
     context.save("adapters", received.tensors)
     return {"sent": sent, **weights, "overwritten": received.overwritten, **digests}
+
+
+def _weights(
+    adapters: Adapters, context: Context, received: _Received, when: str, own: bool = False
+) -> dict[str, list[Any]]:
+    """The metadata of the merged stream, and of the base's where there is one, each by its name behind `when`."""
+    streams = {"merged": adapters.merged, **({"base": adapters.base} if context.claims.adapter_base else {})}
+    return {f"{when}{of}": received.weights(f"{when}{of}", stream(), own) for of, stream in streams.items()}
 
 
 def _resumed(

@@ -16,6 +16,8 @@ PHASES = ("fresh", "step1", "step2", "again")
 #: When they are sent of a target that saves them: before the save, after one more step, when they are restored, and
 #: after the same step.
 RESUMED = ("saved", "on", "restored", "resumed")
+#: What begins the names of the streams of weights behind the last of them.
+BEHIND = "resumed_"
 #: The rate of these steps.
 RESUMED_RATE = 4.0
 #: When logits are asked for: before a step, after two, of the base, and after a stream of merged weights.

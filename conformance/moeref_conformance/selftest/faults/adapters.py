@@ -585,6 +585,39 @@ def _restored_without_alpha(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "adapters", restore=restore, logits=counted.logits, step=counted.step)
 
 
+def _merged_once_restored(first: str, then: str) -> Change:
+    """A fault's `wrap` in which, once adapters are restored, one stream of weights has what comes of the other."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.adapters
+        streams = {first: first}
+
+        def restore(*asked: Any) -> None:
+            good.restore(*asked)
+            streams[first] = then
+
+        return facet(session, "adapters", restore=restore, **{first: lambda: getattr(good, streams[first])()})
+
+    return wrap
+
+
+def _merged_as_before_a_restore(session: Session, cell: Cell, world: World) -> Any:
+    """Once adapters are restored, merged weights are those of the last stream before."""
+    good: Any = session.adapters
+    last, restored = list[Any](), list[bool]()
+
+    def restore(*asked: Any) -> None:
+        good.restore(*asked)
+        restored.append(True)
+
+    def merged() -> Weights:
+        if not restored:
+            last[:] = [(meta, None if of is None else of.detach().clone()) for meta, of in good.merged()]
+        yield from ((meta, None if of is None else of.clone()) for meta, of in last)
+
+    return facet(session, "adapters", restore=restore, merged=merged)
+
+
 def _folded_in_place(session: Session, cell: Cell, world: World) -> Any:
     """What is sent shares the memory of the adapters, and alpha is folded into it there."""
     good: Any = session.adapters
@@ -1327,6 +1360,33 @@ FAULTS = (
         wrap=_restored_without_alpha,
         one_rank=True,
         says="restored: logits differ",
+    ),
+    Fault(
+        id="base-is-merged-once-restored",
+        bug="ms-swift#8233: behind a resume the first weights that are sent as the base have restored adapters merged",
+        rules=("LRA-006",),
+        cell=cell("qwen3_moe", "tp2", loss_mask=True),
+        wrap=_merged_once_restored("base", "merged"),
+        says="of the base of restored adapters",
+        diagnosis="with its adapter",
+    ),
+    Fault(
+        id="merged-is-the-base-once-restored",
+        bug="verl#7285 in kind: what merges was hung on the linears that were there before adapters were restored",
+        rules=("LRA-005",),
+        cell=cell("qwen3_moe", "tp2", loss_mask=True),
+        wrap=_merged_once_restored("merged", "base"),
+        says="is not the sum with its adapter, restored",
+        diagnosis="without its adapter",
+    ),
+    Fault(
+        id="merged-as-before-a-restore",
+        bug="verl#7495 in kind: merged weights of a resumed run are those that were sent before it",
+        rules=("LRA-005",),
+        cell=cell("qwen3_moe", "tp2", loss_mask=True),
+        wrap=_merged_as_before_a_restore,
+        says="is not the sum with its adapter, restored",
+        diagnosis="step2",
     ),
     Fault(
         id="adapters-saved-by-one-expert-rank",

@@ -279,8 +279,10 @@ class Optimizer(Protocol):
         If the target claims `optimizer_schedules`, there is one more such call in fp32, or two, with settings of a
         schedule, by the names of Megatron-LM's arguments: lr, min_lr, lr_warmup_iters, lr_decay_iters and
         lr_decay_style, which is "cosine". One iteration is one call of `step`, whatever its rows are. The rate grows
-        from 0 to `lr` as a line, in so many iterations as the warm-up has, and falls to `min_lr`, which it has
-        `lr_decay_iters` after the first iteration. The first step is at the rate 0, or is the first after it.
+        from 0 to `lr` as a line, in so many iterations as the warm-up has, and falls to `min_lr`, which it has from
+        `lr_decay_iters` after the first iteration on. The first step is at the rate 0, or is the first after it. If the
+        target claims settings too, there is another call, with both: `min_lr` is `lr` and there is no warm-up, so that
+        the rate is the same all along.
 
         If the target claims `optimizer_skips`, there are two more calls without settings, and one more if it claims
         `optimizer_offloads`.

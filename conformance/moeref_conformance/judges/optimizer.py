@@ -11,7 +11,7 @@ import torch
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord, digest
-from moeref_conformance.contract.requests.optimizer import MOVED, RELOADED, SETTINGS, STILL, rates
+from moeref_conformance.contract.requests.optimizer import MOVED, RELOADED, SETTINGS, STILL, WITH_BOTH, rates
 from moeref_conformance.diagnosis.compare import compare
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
@@ -106,22 +106,29 @@ def a_step_moves_every_weight(case: Case) -> Outcome:
 
 @judges("OPT-006")
 def settings_reach_the_optimizer(case: Case) -> Outcome:
-    """The second of two steps that are made with settings, against the formula with these."""
+    """The second of two steps that are made with settings, against the formula with these, and the first with both."""
     if no := unmeasured(case):
         return no
     findings, worst, none = missing_records(case, "inventory", "optimizer_settings"), 0.0, torch.empty(0)
     for record in records(case, "inventory", "optimizer_settings"):
         tensors = record.tensors("optimizer_settings")
-        for key, (held,) in parameters(record, placement(case)):
-            of = from_loaded(case, record, key, held, tensors.get(key, none))
-            if not of.on_record:
-                message = f"{key}: no record of it after steps with settings"
-                findings.append(finding_of(case, record, key, held, message))
-                continue
-            found, far = by_formula(case, record, of, (STILL, MOVED), optimizer.read(SETTINGS))
-            findings += [replace(one, message=f"with settings {one.message}") for one in found]
-            worst = max(worst, far)
+        for prefix, (words, steps) in _with_settings(case).items():
+            for key, (held,) in parameters(record, placement(case)):
+                of = from_loaded(case, record, key, held, tensors.get(f"{prefix}{key}", none))
+                if not of.on_record:
+                    message = f"{key}: no record of it after steps {words}"
+                    findings.append(finding_of(case, record, key, held, message))
+                    continue
+                found, far = by_formula(case, record, of, steps, optimizer.read(SETTINGS))
+                findings += [replace(one, message=f"{words} {one.message}") for one in found]
+                worst = max(worst, far)
     return outcome(findings, met=within(case, worst, LIMIT))
+
+
+def _with_settings(case: Case) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """What begins the names of parameters, by which words and steps: with settings, and with a schedule besides."""
+    both = {f"{WITH_BOTH}.": ("with settings and a schedule", (MOVED,))} if case.claims.optimizer_schedules else {}
+    return {"": ("with settings", (STILL, MOVED)), **both}
 
 
 def _begun(record: RankRecord) -> list[dict[str, Any]]:

@@ -121,11 +121,15 @@ def _finding(case: Case, of: Moved, steps: Mapping[str, int], name: str, first: 
 
 
 def _said(of: Moved, restored: bool, first: int, rows: int) -> str:
-    """The mistake that gives these rates; of steps behind a restore that of the last, as one may have been saved."""
+    """The mistake that gives these rates; of steps behind a restore that of the last, as one may have been saved.
+
+    The first step of all is tried as either number: rates that are wrong may seem to begin with the other one.
+    """
     steps = dict(list(RESTORED.items())[-1:]) if restored else UNBROKEN
     for said, rate in _behind_a_restore() if restored else _mistakes(rows):
-        if all(of.off(name, number + first, rate) <= NEAR for name, number in steps.items()):
-            return said
+        for begun in (first, 1 - first):
+            if all(of.off(name, number + begun, rate) <= NEAR for name, number in steps.items()):
+                return said
     return ""
 
 

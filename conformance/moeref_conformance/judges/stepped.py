@@ -108,7 +108,7 @@ def way_of(
     norms = [right_norms(case)[step] for step in taken]
     adds = [
         optimizer.update(gradients[:number], OPTIMIZER_RATE, settings, norms[:number])
-        for number in range(2, len(gradients) + 1)
+        for number in range(min(2, len(gradients)), len(gradients) + 1)
     ]
     size = torch.stack(gradients).square().mean(0).sqrt()
     return Way(adds, size > floor, size == 0, gradients, norms)
@@ -139,7 +139,7 @@ def by_formula(
     message = f"{of.key}: {int(wrong.sum())} of {wrong.numel()} elements are not where Adam moves them"
     said = _said(moved, right, way.tells)
     if not said:
-        parts = norms_of_parts(case) if settings.clip else {}
+        parts = {of: norms[-len(way.norms) :] for of, norms in norms_of_parts(case).items()} if settings.clip else {}
         told, asked = way.tells | way.none, settings._replace(decay=decay)
         step = optimizer_causes.Step(way.gradients, way.norms, held, added, told, OPTIMIZER_RATE, asked, parts)
         said = optimizer_causes.step_of(step, LIMIT)

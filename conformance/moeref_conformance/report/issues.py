@@ -17,6 +17,7 @@ _OWNERS = {
     "areal-project": ("AReaL",),
     "deepseek-ai": ("DeepEP", "DeepSeek-V3"),
     "ecmwf": ("WeatherGenerator",),
+    "EleutherAI": ("gpt-neox",),
     "flashinfer-ai": ("flashinfer",),
     "fzyzcjy": ("torch_memory_saver",),
     "gittensor-ai-lab": ("sparkinfer",),

@@ -19,6 +19,7 @@ from moeref_conformance.contract.requests.optimizer import (
     BEFORE,
     BROKEN_OFF,
     FROZEN,
+    LEVEL,
     LOADED,
     MOVED,
     NOT_FINITE,
@@ -34,6 +35,7 @@ from moeref_conformance.contract.requests.optimizer import (
     STILL,
     TRAINED,
     WAS,
+    WITH_BOTH,
     is_frozen,
     of_one_microbatch,
     rates,
@@ -216,8 +218,9 @@ def with_settings(optimizer: Optimizer, context: Context) -> None:
     """Save all parameters after the second step of an optimizer that is made with settings; the first is at the rate 0.
 
     Where the target claims to save, the optimizer is saved between the two, and a new one with the same settings takes
-    the second step from there: these parameters are saved as `resumed.chunk:local`. Then all hold what they did before.
-    Nothing is asked of a target that takes no settings, nor below fp32.
+    the second step from there: these parameters are saved as `resumed.chunk:local`. Where it claims schedules, one that
+    is made with these settings and a schedule of one rate takes the second step alone: `both.chunk:local`. Then all
+    hold what they did before. Nothing is asked of a target that takes no settings, nor below fp32.
     """
     if not context.claims.optimizer_settings or context.cell.dtype != "float32":
         return
@@ -234,6 +237,11 @@ def with_settings(optimizer: Optimizer, context: Context) -> None:
         optimizer.restore(folder)
         optimizer.step(second_BS, OPTIMIZER_RATE)
         saved |= {f"{RESUMED}.{name}": copied(of) for name, of in _parameters(context).items()}
+        _put(context, loaded)
+    if context.claims.optimizer_schedules:
+        optimizer.make({**SETTINGS, **LEVEL})
+        optimizer.step(second_BS, None)
+        saved |= {f"{WITH_BOTH}.{name}": copied(of) for name, of in _parameters(context).items()}
         _put(context, loaded)
     context.save("optimizer_settings", saved)
 

@@ -29,12 +29,21 @@ SETTINGS = {"adam_beta1": 0.85, "adam_beta2": 0.97, "adam_eps": 3e-5, "weight_de
 SCHEDULE: dict[str, float | str] = {
     "lr": 1e-5,
     "min_lr": 2e-6,
-    "lr_warmup_iters": 3,
-    "lr_decay_iters": 7,
+    "lr_warmup_iters": 2,
+    "lr_decay_iters": 5,
     "lr_decay_style": "cosine",
 }
-#: So many steps follow it, and in this one of them, from 0, an optimizer goes on from a save for two steps.
-SCHEDULED, BROKEN_OFF = 5, 2
+#: So many steps follow it, the last one past the end of the decay, and from this one of them, from 0, an optimizer goes
+#: on from a save for two steps.
+SCHEDULED, BROKEN_OFF = 7, 1
+#: A schedule of one rate, for an optimizer that is made with SETTINGS too, and what begins the names after its step.
+LEVEL: dict[str, float | str] = {
+    **SCHEDULE,
+    "lr": OPTIMIZER_RATE,
+    "min_lr": OPTIMIZER_RATE,
+    "lr_warmup_iters": 0,
+}
+WITH_BOTH = "both"
 
 #: The weights before an offload and after the step that follows it; what was there that is another once all is back.
 BEFORE, OFFLOADED, WAS, BACK = "before", "offloaded", "was", "back"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -870,6 +871,38 @@ def _restored_twice(good: Any, own: Any, state: Any) -> None:
     own.step(own.num_steps)
 
 
+def _decaying(start_wd: float) -> Callable[..., None]:
+    """Makes a scheduler that sets a weight decay of its own, where rates are to fall."""
+
+    def make(good: Any, own: Any, *given: Any, lr_decay_style: str, **named: Any) -> None:
+        if lr_decay_style == "cosine":
+            named |= {"start_wd": start_wd, "end_wd": start_wd}
+        good(own, *given, lr_decay_style=lr_decay_style, **named)
+
+    return make
+
+
+def _past_its_end(rate: Callable[[float, float], float]) -> Callable[[Cell, World], AbstractContextManager[Any]]:
+    """A fault's `patch`: once the decay is over, the rate is another, by the highest one and by how far it would go.
+
+    That is 1 at the end of the decay, and 2 as long again after it.
+    """
+
+    def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        good = OptimizerParamScheduler.get_lr
+
+        def get_lr(own: Any, group: Any) -> float:
+            part = (own.num_steps - own.lr_warmup_steps) / (own.lr_decay_steps - own.lr_warmup_steps)
+            over = own.lr_decay_style == "cosine" and part > 1
+            return rate(group["max_lr"], part) if over else float(good(own, group))
+
+        return mock.patch.object(OptimizerParamScheduler, "get_lr", get_lr)
+
+    return patch
+
+
 def _counting_rows(cell: Cell, world: World) -> AbstractContextManager[Any]:
     rows = 2 * cell.rows  # of two microbatches
     return _scheduling("step", lambda good, own, increment: good(own, increment * rows))(cell, world)
@@ -920,6 +953,34 @@ FAULTS = (
         patch=_scheduling("__init__", _other_end(lambda end, warmup: 1000)),
         one_rank=True,
         diagnosis="no decay",
+    ),
+    Fault(
+        id="rate-rises-past-the-decay",
+        bug="gpt-neox#1011 in kind: nothing holds a cosine at its end, and a run that goes on has growing rates",
+        rules=("OPT-009",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        patch=_past_its_end(lambda highest, part: highest * (1 + math.cos(math.pi * part)) / 2),
+        one_rank=True,
+        says="the rate of step 6",
+    ),
+    Fault(
+        id="rate-of-zero-past-the-decay",
+        bug="reported nowhere: once the decay is over the rate is 0, and the lowest one that was asked for is not",
+        rules=("OPT-009",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        patch=_past_its_end(lambda highest, part: 0.0),
+        one_rank=True,
+        says="the rate of step 6",
+    ),
+    Fault(
+        id="weight-decay-of-the-schedule",
+        bug="Megatron-LM#7468 in kind: Megatron's scheduler sets the weight decay too, to one that nobody asked for",
+        rules=("OPT-006",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        patch=_scheduling("__init__", _decaying(0.0)),
+        one_rank=True,
+        says="with settings and a schedule",
+        diagnosis="decay",
     ),
     Fault(
         id="schedule-counts-rows",

@@ -14,13 +14,13 @@ import torch
 
 from moeref_conformance.contract.api import Delta, DeltaReceiver
 from moeref_conformance.contract.requests.delta import (
-    IN_FP8,
+    IN_OTHER_DTYPES,
     LARGEST,
     SCRIPTS,
     Script,
     Weights,
     digests,
-    in_fp8,
+    in_dtype,
     versions,
 )
 from moeref_conformance.steps.facet import Context, Facet, Static, Step, refusal
@@ -153,10 +153,11 @@ def _drifted(delta: Delta, weights: Sequence[Weights], made: list[bytes]) -> dic
 
 
 def unlike(delta: Delta, context: Context) -> dict[str, Any]:
-    """Per way in which new weights are unlike their base, and in FP8: the refusal, and what is held without one."""
+    """Per way in which new weights are unlike their base, and by dtype: the refusal, and what is held without one."""
     weights = versions(context.cell)
     pairs = {how: (weights[0], new) for how, new in unlike_weights(weights[1]).items()}
-    pairs |= {how: (in_fp8(weights[version - 1]), in_fp8(weights[version])) for how, version in IN_FP8.items()}
+    for how, (version, dtype) in IN_OTHER_DTYPES.items():
+        pairs[how] = (in_dtype(weights[version - 1], dtype), in_dtype(weights[version], dtype))
     answers = {}
     for how, (base, new) in pairs.items():
         receiver = delta.receiver(0, _copy(base))

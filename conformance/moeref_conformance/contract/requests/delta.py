@@ -63,8 +63,15 @@ UNEVEN = 14
 #: Those shares, in the order of `TENSORS`.
 SHARES = (0.01, 1.0, 0.0, 0.5, 0.0, 1.0)
 
-#: Versions whose bytes are sent as FP8 too, by what changes in them: low bytes, signs of zeros, and the last elements.
-IN_FP8 = {"in FP8": 1, "in FP8, signs of zeros": 6, "in FP8, the last element": LAST}
+#: Versions whose bytes are sent as another dtype too, by what changes in them: low bytes, signs of zeros, and the last
+#: elements. Weights in INT4 are packed into int32, and have their shapes in int64.
+IN_OTHER_DTYPES = {
+    "in FP8": (1, torch.float8_e4m3fn),
+    "in FP8, signs of zeros": (6, torch.float8_e4m3fn),
+    "in FP8, the last element": (LAST, torch.float8_e4m3fn),
+    "in int32": (1, torch.int32),
+    "in int64": (1, torch.int64),
+}
 
 DENSITIES = {f"{change} changed": _once(version) for version, change in enumerate(CHANGES, 1)}
 DENSITIES["the last element changed"] = _once(LAST)
@@ -127,11 +134,14 @@ def versions(cell: Cell) -> list[Weights]:
     return [{name: _tensor(name, bits) for name, bits in weights.items()} for weights in found]
 
 
-def in_fp8(weights: Mapping[str, torch.Tensor]) -> Weights:
-    """All bytes of each tensor but the last as numbers of FP8: an odd number of them, as no wider dtype has."""
-    return {
-        name: tensor.reshape(-1).view(torch.uint8)[:-1].view(torch.float8_e4m3fn) for name, tensor in weights.items()
-    }
+def in_dtype(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weights:
+    """The bytes of each tensor as numbers of `dtype`, as many as are whole but the last, and none without a number.
+
+    Of FP8 they are an odd number, as no wider dtype has.
+    """
+    held = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in weights.items()}
+    counts = {name: (len(of) - 1) // dtype.itemsize for name, of in held.items()}
+    return {name: held[name][: count * dtype.itemsize].view(dtype) for name, count in counts.items() if count}
 
 
 def digests(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:

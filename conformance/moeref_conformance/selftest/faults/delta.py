@@ -112,6 +112,13 @@ class _Fp8InPairs(Sender):
         return found[found < old.numel() // 2 * 2] if old.dtype.itemsize == 1 else found
 
 
+class _IntegersAsFloats(Sender):
+    def changed(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        if old.dtype.is_floating_point:
+            return super().changed(old, new)
+        return (old.float() != new.float()).nonzero().reshape(-1)
+
+
 class _Fp8AsNumbers(Sender):
     """Compares FP8, for which torch has no comparison, as fp32."""
 
@@ -606,6 +613,15 @@ FAULTS = (
         cell=_CELL,
         wrap=design(_Fp8AsNumbers, _Unverified),
         says="in FP8, signs of zeros: taken",
+    ),
+    Fault(
+        id="delta-integers-as-floats",
+        bug="mbridge#159 in kind: integers, as INT4 is packed into, are compared as floats, which have fewer digits",
+        rules=("DLT-009",),
+        also=("DLT-008",),
+        cell=_CELL,
+        wrap=design(_IntegersAsFloats, _Unverified),
+        says="in int32: taken",
     ),
     Fault(
         id="delta-in-one-staging-buffer",

@@ -47,6 +47,10 @@ HONOURED: dict[str, Request] = {
     "recompute": Request(
         overrides={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     ),
+    # A list of strings, and no number of layers.
+    "recompute of modules": Request(
+        overrides={"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
+    ),
     # What recipes of training set besides, each another value than Megatron's default.
     "a recipe": Request(
         overrides={
@@ -97,6 +101,7 @@ OF_THE_REFERENCE = (
     "none",
     "a list",
     "recompute",
+    "recompute of modules",
 )
 
 

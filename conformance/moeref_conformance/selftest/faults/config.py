@@ -82,6 +82,10 @@ def _without_recompute(config: Any, request: Request) -> Request:
     return _without(request, [name for name in request.overrides if name.startswith("recompute_")])
 
 
+def _without_modules(config: Any, request: Request) -> Request:
+    return _without(request, ["recompute_modules"])
+
+
 def _only_known(config: Any, request: Request) -> Request:
     return _without(request, {*request.fields, *request.overrides} - config.given().keys())
 
@@ -328,6 +332,14 @@ FAULTS = (
         cell=ONE,
         wrap=_requesting(_without_recompute),
         says="recompute_granularity is None, not 'full'",
+    ),
+    Fault(
+        id="recomputed-modules-dropped",
+        bug="Megatron-Bridge#3518: what sets recomputation wipes the modules that another place has asked for",
+        rules=("CFG-003",),
+        cell=ONE,
+        wrap=_requesting(_without_modules),
+        says="asked for recompute of modules: recompute_modules is",
     ),
     Fault(
         id="recipe-dropped",

@@ -128,6 +128,26 @@ def _without_attention_factor(cell: Cell, world: World) -> tuple[Cell, World]:
     return cell, read_as(world, without)
 
 
+def _as_plain_rope(cell: Cell, world: World) -> tuple[Cell, World]:
+    """Of a rope that has a factor the theta alone is read."""
+
+    def plain(config: dict[str, Any]) -> dict[str, Any]:
+        kept = {"rope_type": "default", "rope_theta": (config.get("rope_parameters") or config)["rope_theta"]}
+        return {"rope_scaling": None} if "rope_scaling" in config else {"rope_parameters": kept}
+
+    return cell, read_as(world, plain)
+
+
+def _theta_of_the_class(cell: Cell, world: World) -> tuple[Cell, World]:
+    """Beside a rope's factor the theta is that of transformers' class."""
+
+    def without(config: dict[str, Any]) -> dict[str, Any]:
+        of_class = {"rope_theta": 10_000.0}
+        return {"rope_parameters": config["rope_parameters"] | of_class} if "rope_parameters" in config else of_class
+
+    return cell, read_as(world, without)
+
+
 def _whole_heads_under_axes(cell: Cell, world: World) -> tuple[Cell, World]:
     """Where positions have axes, heads are rotated whole, whatever part the config says."""
 
@@ -171,6 +191,24 @@ FAULTS = (
         given=_without_attention_factor,
         one_rank=True,
         says="multiply cos and sin by 1.13863, not 1.3",
+    ),
+    Fault(
+        id="rope-that-users-add-not-read",
+        bug="LlamaFactory#9589, Automodel#1398: YaRN that users add to a model without it does not reach Megatron",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "tp4", shared_groups=True),
+        given=_as_plain_rope,
+        one_rank=True,
+        diagnosis="from the attention of layer 0 on",
+    ),
+    Fault(
+        id="theta-lost-beside-a-factor",
+        bug="Megatron-Bridge#3077: YaRN that users add takes the place of all that a rope has, theta too",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "tp4", shared_groups=True),
+        given=_theta_of_the_class,
+        one_rank=True,
+        diagnosis="from the attention of layer 0 on",
     ),
     Fault(
         id="experts-of-the-first-forward",

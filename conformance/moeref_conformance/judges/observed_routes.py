@@ -26,8 +26,9 @@ Seen = Mapping[int, Mapping[Place, frozenset[int]]]  # layer -> place -> experts
 Routes = tuple[dict[int, dict[Place, frozenset[int]]], list[Finding]]  # and where rows could not be placed
 #: The place of a row that is no token.
 PADDING: Place = (-1, -1)
-#: Hidden states of one token in Megatron and in transformers are not further apart than this part of their length.
-NEAR = 1e-3
+#: Hidden states of one token in Megatron and in transformers in fp32 are not further apart than this part of their
+#: length, of a model in bf16 than the other.
+NEAR, ROUNDED = 1e-3, 0.1
 #: Nor are those of a microbatch that runs twice, in bf16 on a GPU; those of two samples are apart by more than half.
 AGAIN = 0.05
 #: Hidden states are of another sample than the next in order if they are this much nearer to it.
@@ -275,6 +276,7 @@ def _number(rows_TH: torch.Tensor, runs: list[torch.Tensor]) -> int:
 def _nearest(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[bytes, Place]], list[Finding]]:
     """layer -> row -> the place whose hidden state in transformers it is, PADDING for none."""
     tokens, entering = tokens_of(case), _computing(case, phase).entering
+    limit = NEAR if case.cell.dtype == "float32" else ROUNDED
     places = [*map(tuple, tokens.nonzero().tolist())]
     place_of: dict[int, dict[bytes, Place]] = defaultdict(dict)
     for calls in by_rank.values():
@@ -282,7 +284,7 @@ def _nearest(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[by
             if "in" in tensors and len(tensors["in"]):
                 want_PH = entering[layer][tokens].double()
                 apart_T, nearest_T = torch.cdist(tensors["in"].double(), want_PH).min(1)
-                near_T = apart_T <= NEAR * want_PH.norm(dim=1)[nearest_T]
+                near_T = apart_T <= limit * want_PH.norm(dim=1)[nearest_T]
                 for row, near, place in zip(_rows(tensors["in"]), near_T.tolist(), nearest_T.tolist(), strict=True):
                     place_of[layer][row] = places[place] if near else PADDING
     return place_of, []

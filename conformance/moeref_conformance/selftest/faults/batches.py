@@ -368,6 +368,15 @@ FAULTS = (
         one_rank=True,
         diagnosis="the route of token",
     ),
+    Fault(
+        id="packed-routes-without-padding-in-bf16",
+        bug="routes of packed samples one after the other, where TP padded each of the samples before them",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "tp2-ep2-etp1", batch="packed", replay="R3", dtype="bfloat16", loss_mask=True),
+        wrap=_routes_without_padding,
+        one_rank=True,
+        diagnosis="the route of token",
+    ),
     *(
         Fault(
             id=f"recorded-rows-moved-in-{batch}",

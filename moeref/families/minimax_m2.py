@@ -6,6 +6,7 @@ count multi-token prediction modules whose tensors are in no file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,7 +113,7 @@ def _attention(hf: Mapping[str, Any]) -> dict[str, Any]:
     if turned is None:
         return plain
     read = grouped_query(hf, NAME, partial_rotary=turned / plain["head_dim"])
-    if read["rotary_percent"] * read["head_dim"] != turned:
+    if not math.isclose(read["rotary_percent"] * read["head_dim"], turned):
         raise FamilyError(
             f"{NAME}: rotary_dim={turned}, and partial_rotary_factor={read['rotary_percent']} of heads of "
             f"{read['head_dim']}; which of them does the engine read?"

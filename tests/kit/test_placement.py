@@ -73,6 +73,9 @@ def test_a_norm_over_all_heads_is_whole_or_a_ranks_heads(work: Path) -> None:
         whole, half = (placed.shard(rank, 0, q, [rows]).tensor for rows in (128, 64))
         assert torch.equal(whole, norm)
         assert torch.equal(half, norm[64 * rank : 64 * (rank + 1)])
+    placed = oracle(work, family="minimax_m2", layers=2, tp=16)  # two ranks have the same KV head
+    norm = placed.tensors["model.layers.0.self_attn.k_norm.weight"]
+    assert torch.equal(placed.shard(5, 0, q.replace("q_", "k_"), [8]).tensor, norm[16:24])
     placed = oracle(work, layers=2, tp=2)
     assert placed.shard(1, 0, q, [4]).tensor.shape == (8,)
 

@@ -48,8 +48,11 @@ def whole(share: Share, full: torch.Tensor) -> torch.Tensor:
 
 def _of_heads(share: Share, full: torch.Tensor) -> torch.Tensor:
     """A norm of queries or keys: the same for each head, or one over all heads, of which a rank may hold its heads'."""
-    over_all = len(full) != share.config.get("head_dim")
-    return share.rows(full) if over_all and share.shape == (len(full) // share.size,) else full
+    width = share.config.get("head_dim") or len(full)
+    heads = len(full) // width
+    first, number = share.rank * heads // share.size, max(heads // share.size, 1)
+    held = full[first * width : (first + number) * width]
+    return held if share.shape == tuple(held.shape) else full
 
 
 def gate_up(share: Share, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,7 @@ FAULTS = (
     ),
     Fault(
         id="heads-normed-without-gradients-of-others",
-        bug="Megatron-Bridge's norm of MiniMax-M2, by reading: squares are summed over TP unseen by autograd",
+        bug="Megatron-Bridge 0.6.2's norm of MiniMax-M2: squares are summed over TP unseen by autograd",
         rules=("GRD-001",),
         cell=cell("minimax_m2", "tp2"),
         wrap=_normed(_without_gradients),

@@ -55,7 +55,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{k: v for k, v in SIZES.items() if k != "moe_intermediate_size"},
         "model_type": "minimax_m2",
         "num_local_experts": 16,
+        # Published configs have the first alone, and transformers reads the second alone.
         "rotary_dim": 4,
+        "rope_parameters": {**SIZES["rope_parameters"], "partial_rotary_factor": 4 / 6},
     },
     "glm4_moe": {
         **SIZES,

@@ -161,7 +161,6 @@ def test_what_a_config_means(name: str) -> None:
         ("glm4_moe", "use_qk_norm", "qk_norm", False),
         ("glm4_moe", "n_shared_experts", "shared_ffn", 0),
         ("glm4_moe", "routed_scaling_factor", "routed_scaling_factor", 1.0),
-        ("minimax_m2", "rotary_dim", "rotary_percent", 1.0),
         ("deepseek_v3", "first_k_dense_replace", "moe_layers", (False, False, False, True)),
         ("deepseek_v3", "dtype", "param_dtype", "bfloat16"),
         ("qwen3_next", "mlp_only_layers", "moe_layers", (True,) * 4),
@@ -336,10 +335,10 @@ def test_older_and_newer_places_of_rope_settings() -> None:
 
 
 def test_a_part_of_each_head_that_turns_is_the_same_in_both_keys() -> None:
-    both = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 4 / 6}
-    assert model("minimax_m2", rope_parameters=both) == model("minimax_m2")
+    alone = model("minimax_m2", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    assert alone == model("minimax_m2", rotary_dim=None) == model("minimax_m2")
     with pytest.raises(FamilyError, match=r"^minimax_m2: rotary_dim=4, and partial_rotary_factor=0.5 of heads of 6;"):
-        model("minimax_m2", partial_rotary_factor=0.5)
+        model("minimax_m2", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
 
 
 def test_only_full_attention_is_mapped_of_minimax_m2() -> None:

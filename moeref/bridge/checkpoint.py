@@ -22,6 +22,7 @@ from moeref.bridge.int4_groups import PackedWeight
 from moeref.bridge.mxfp4_blocks import BlockedWeight
 from moeref.bridge.regions import BridgeError, Index, ranges
 from moeref.bridge.shard_map import HFTensor, ShardMap, hf_tensors
+from moeref.families.model import Model
 
 _log = logging.getLogger(__name__)
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
@@ -69,6 +70,11 @@ class Checkpoint:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def of_model(cls, folder: str | Path, model: Model) -> Checkpoint:
+        """The folder of a model, whose config says how its files are quantised."""
+        return cls(folder, model.fp8_block, model.int4_group, model.mxfp4)
 
     @property
     def _index(self) -> Path:

@@ -117,8 +117,7 @@ def load(
         with together("nothing was written"):
             if dist.is_initialized() and dist.get_world_size(group) != 1:
                 check_place(shard_map.layout, rank, group)
-            model = shard_map.model
-            checkpoint = opened.enter_context(Checkpoint(folder, model.fp8_block, model.int4_group, model.mxfp4))
+            checkpoint = opened.enter_context(Checkpoint.of_model(folder, shard_map.model))
             in_format = shard_map.for_checkpoint(checkpoint.names)
             pairs = bind(in_format, rank, chunks)
             check_headers(checkpoint, in_format)

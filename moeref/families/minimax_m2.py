@@ -12,7 +12,7 @@ from typing import Any
 
 from moeref.families.constructors import gated_mlp, qkv, replicated, row, vocab
 from moeref.families.model import FamilyError, Model
-from moeref.families.reading import check_switches, decoder, grouped_query, require
+from moeref.families.reading import check_switches, decoder, grouped_heads, grouped_query, require
 
 NAME = "minimax_m2"
 # Prefixes of a layer: in Megatron, in Hugging Face files
@@ -108,14 +108,11 @@ def read(hf: Mapping[str, Any], dtype: str) -> Model:
 
 def _attention(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of attention. Of each head `rotary_dim` channels turn, or `partial_rotary_factor` of them."""
-    plain = grouped_query(hf, NAME)
-    turned = hf.get("rotary_dim")
-    if turned is None:
-        return plain
-    read = grouped_query(hf, NAME, partial_rotary=turned / plain["head_dim"])
-    if not math.isclose(read["rotary_percent"] * read["head_dim"], turned):
+    width, turned = grouped_heads(hf, NAME)["head_dim"], hf.get("rotary_dim")
+    read = grouped_query(hf, NAME, partial_rotary=(turned or width) / width)
+    if turned and not math.isclose(read["rotary_percent"] * width, turned):
         raise FamilyError(
             f"{NAME}: rotary_dim={turned}, and partial_rotary_factor={read['rotary_percent']} of heads of "
-            f"{read['head_dim']}; which of them does the engine read?"
+            f"{width}; which of them does the engine read?"
         )
     return read

@@ -30,7 +30,7 @@ def split(
     listed = files(in_format)
     total, done = sum(map(size, listed)), 0
     started = {**describe(in_format), "source": source_of(folder)}
-    with _opened(folder, shard_map) as checkpoint, staged(target, started) as part:
+    with Checkpoint.of_model(folder, shard_map.model) as checkpoint, staged(target, started) as part:
         for file in listed:
             if not (part / file.name).exists():
                 data = (read_shard(in_format, checkpoint, shard) for shard in file.shards)
@@ -43,15 +43,10 @@ def split(
 
 def checked(shard_map: ShardMap, folder: Path) -> ShardMap:
     """The map in the expert format of a Hugging Face folder. Raises BridgeError if that does not fit the model."""
-    with _opened(folder, shard_map) as checkpoint:
+    with Checkpoint.of_model(folder, shard_map.model) as checkpoint:
         found = shard_map.for_checkpoint(checkpoint.names)
         check_headers(checkpoint, found)
     return found
-
-
-def _opened(folder: Path, shard_map: ShardMap) -> Checkpoint:
-    model = shard_map.model
-    return Checkpoint(folder, model.fp8_block, model.int4_group, model.mxfp4)
 
 
 def size(file: ShardFile) -> int:

@@ -11,13 +11,13 @@ import torch
 from moeref_conformance.contract.api import Layout
 from moeref_conformance.oracles import optimizer
 from moeref_conformance.oracles.placement import hf_numbers
+from moeref_conformance.oracles.shares import ROUTERS
 
 #: Settings of recipes for other models and optimizers.
 BETAS = ((0.9, 0.95), (0.9, 0.98), (0.9, 0.99), (0.95, 0.999), (0.95, 0.95), (0.0, 0.999))
 EPSILONS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 #: The ends of names of norms.
 VECTORS = ("norm.weight", "layernorm.weight")
-_ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight")
 #: What frameworks clip norms to.
 CLIPPED = 1.0
 #: How near a norm is that is explained, relative to it, and how many times as far the right one is at least.
@@ -134,7 +134,7 @@ def norms_of(
 def _groups(names: list[str], layout: Layout) -> Iterator[tuple[str, set[str]]]:
     """Gradients that may count otherwise than the rest, with words for them."""
     experts = {name: number for name in names if (number := hf_numbers(name)[1]) is not None}
-    vectors = {name for name in names if name.endswith((*VECTORS, *_ROUTERS))}
+    vectors = {name for name in names if name.endswith((*VECTORS, *ROUTERS))}
     yield "experts", set(experts)
     yield "norms and routers, which TP ranks hold alike,", vectors
     yield "all but experts", set(names) - set(experts)

@@ -39,6 +39,7 @@ from moeref_conformance.oracles import (
 )
 from moeref_conformance.oracles.dialect import as_published, of_5
 from moeref_conformance.oracles.expected import LEFT_OVER, Expected, read_checkpoint
+from moeref_conformance.oracles.shares import ROUTERS
 
 #: Other weights of the same model, by their folder, and what they are drawn from, where an engine is updated.
 OTHERS = {"second": 97, "third": 95}
@@ -334,7 +335,7 @@ def _spread(name: str) -> float:
         return 0.5  # decays and convolutions that tell
     if "norm" in name:
         return 0.2
-    if name.endswith(("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight")):
+    if name.endswith(ROUTERS):
         return 0.3
     if name.endswith("self_attn.sinks"):
         return 1.0
@@ -367,7 +368,8 @@ def _forward(model: Any, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, float]:
         best = scores_TE.topk(k + 1, dim=-1).values
         margins.append(float((best[:, k - 1] - best[:, k]).min()))
 
-    gates = [m for n, m in model.named_modules() if n.endswith(("mlp.gate", "mlp.router", "block_sparse_moe.gate"))]
+    routers = tuple(name.removesuffix(".weight") for name in ROUTERS)
+    gates = [m for n, m in model.named_modules() if n.endswith(routers)]
     handles = [gate.register_forward_pre_hook(watch) for gate in gates]
     with torch.no_grad():
         # Causal: what stands after the end of a row changes nothing in it.

@@ -29,6 +29,7 @@ from moeref_conformance.oracles import beside_vision
 from moeref_conformance.oracles.dialect import as_named, of_5
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.recipes import MAKING, cast
+from moeref_conformance.oracles.shares import ROUTERS
 
 #: Row of a route that the engine did not give.
 MISSING = -1
@@ -432,8 +433,7 @@ def _shape(expected: Expected) -> _Shape:
     config, names = expected.config, {beside_vision.own(name) for name in expected.tensors}
     layers = int(config["num_hidden_layers"])
     experts = next(int(config[k]) for k in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(k))
-    routers = (".mlp.gate.weight", ".block_sparse_moe.gate.weight", ".mlp.router.weight")
-    moe = tuple(any(f"model.layers.{i}{name}" in names for name in routers) for i in range(layers))
+    moe = tuple(any(f"model.layers.{i}.{name}" in names for name in ROUTERS) for i in range(layers))
     return _Shape(layers, experts, int(config["num_experts_per_tok"]), moe)
 
 

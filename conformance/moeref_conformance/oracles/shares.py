@@ -96,6 +96,9 @@ def mlp(local: str, hf: str, names: tuple[str, str, str] = ("gate_proj", "up_pro
     }
 
 
+#: The ends of names of routers, of all families.
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight")
+
 #: Every family's.
 LAYER = (
     each(

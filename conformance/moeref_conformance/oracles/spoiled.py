@@ -15,6 +15,7 @@ from moeref_conformance.contract.requests import int4, mxfp4
 from moeref_conformance.contract.requests.quantised import SCALES
 from moeref_conformance.oracles import mtp_names
 from moeref_conformance.oracles.expected import EXTRA
+from moeref_conformance.oracles.shares import ROUTERS
 
 #: Families with biases beside weights or in routers, and those whose published files end with layers for MTP.
 _BIASED = (
@@ -29,7 +30,6 @@ _ONE = {"mixtral": 5}
 _VALUES, _SHARED = (".v_proj.weight", ".kv_b_proj.weight"), (".shared_experts.up_proj.weight",)
 _OUTPUTS = (".self_attn.o_proj.weight", ".linear_attn.out_proj.weight")
 _OF_OUTPUTS = tuple(f"{name}{SCALES}" for name in _OUTPUTS)
-_ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight")
 
 
 def missing_kinds(cell: Cell) -> list[str]:
@@ -79,7 +79,7 @@ def missing(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
     # Of two biases GLM-4.5 lacks one with separate norms and the other with fused ones.
     biases = ("e_score_correction_bias",) if cell.norms == "fused" and cell.family != "gpt_oss" else ("bias",)
     ends = {
-        "router": _ROUTERS,
+        "router": ROUTERS,
         "bias": biases,
         "scales of attention": _OF_OUTPUTS,
         "values": _VALUES,
@@ -100,7 +100,7 @@ def surplus(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, tuple
     """Name and shape of what a checkpoint of the cell's variant has too many."""
     kind, layer = chosen(cell, surplus_kinds(cell)), f"model.layers.{cell.layers - 1}."
     vocabulary, hidden = tensors["model.embed_tokens.weight"].shape
-    experts = next(len(t) for n, t in tensors.items() if n.startswith(layer) and n.endswith(_ROUTERS))
+    experts = next(len(t) for n, t in tensors.items() if n.startswith(layer) and n.endswith(ROUTERS))
     if kind == "expert":
         return _expert(cell, experts), tuple(tensors[_expert(cell, _ONE.get(cell.family, 11))].shape)
     return {

@@ -9,6 +9,7 @@ from kit_toy import failing, run
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.results import Results, Verdict, Writer, read
+from moeref_conformance.contract.standing import FINISHES
 from moeref_conformance.report.diff import diff
 
 RULES = {
@@ -85,6 +86,14 @@ def results(*rows, complete=True, strict=False, **settings):
 )
 def test_headline(rows, how, headline):
     assert str(results(*rows, **how).headline) == headline
+
+
+def test_what_a_rank_that_did_not_finish_leaves_untested_is_undecided(monkeypatch):
+    monkeypatch.setitem(RULES["list"][0], "id", FINISHES)
+    monkeypatch.setitem(PROFILES[0], "groups", ["RUN"])
+    monkeypatch.setitem(RULES["list"][2], "requires", [])
+    found = results(["pass"] * 4, ["fail", "pass", "untested", "untested"]).headline
+    assert str(found) == "does not conform to a 1.0; undecided on b 1.0; 6 of 6 rows claimed"
 
 
 def test_who_claims_no_facet_conforms_to_nothing(monkeypatch):

@@ -93,6 +93,8 @@ def listed(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + names[-1:])
 
 
+#: The rule that every rank finishes.
+FINISHES = "RUN-001"
 #: By rule id: its status in one cell.
 Row = Mapping[str, str]
 #: By rule id: the rules that it requires.
@@ -149,10 +151,11 @@ def _code(counts: Counter[str], strict: bool) -> int:
 
 def _state(rule: str, row: Row, requires: Requires) -> str:
     """The status, but of an untested row `blocked` if its cell could not be run or a rule that it requires is red or
-    broken, and `xfail` if that one is a known failure. What stays untested has nothing wrong before it."""
+    broken, and `xfail` if that one is a known failure. What stays untested has nothing wrong before it. Where a rank
+    did not finish, that is before all."""
     if row[rule] != "untested":
         return row[rule]
-    before = {_state(needed, row, requires) for needed in requires[rule] if needed in row}
+    before = {_state(needed, row, requires) for needed in {FINISHES, *requires[rule]} & row.keys() - {rule}}
     if before & {*RED, "error", "blocked"}:
         return "blocked"
     if "xfail" in before:

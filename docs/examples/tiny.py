@@ -66,6 +66,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "num_nextn_predict_layers": 0,
     },
+    "minimax_m2": {
+        **SIZES,
+        "num_local_experts": 16,
+        "rotary_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        # In published configs, unknown to transformers' class, read by engines.
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+    },
 }
 
 

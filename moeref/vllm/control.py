@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -89,7 +90,8 @@ def serve(control: Control, connection: Connection[Any, Any]) -> Any:
             return arguments
         try:
             answer = pickle.dumps((control.call(name, **arguments), None))
-        except Exception as error:  # the caller gets it
+        except Exception as error:  # the caller gets it, and where it was raised
+            error.add_note(traceback.format_exc())
             answer = pickle.dumps((None, error))
         connection.send_bytes(answer)
 

@@ -50,6 +50,30 @@ def prepare() -> None:
         os.environ.setdefault(name, value)
 
 
+def route_in_one_group(model: torch.nn.Module) -> None:
+    """After the model is loaded: let routers with sigmoid scores, as MiniMax-M2's, choose among one group of experts.
+
+    `CPURouter` has sigmoid scores and the experts' bias for groups only: without groups a forward raises an
+    AssertionError without text (0.30).
+    """
+    for module in model.modules():
+        router = getattr(module, "router", None)
+        if getattr(router, "scoring_func", None) == "sigmoid" and not router.use_grouped_topk:  # type: ignore[union-attr]
+            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1  # type: ignore[union-attr]
+
+
+def keep_fp32_gates(model: torch.nn.Module) -> None:
+    """After every load: let routers in fp32, as MiniMax-M2's, be asked in fp32 in a bf16 model.
+
+    Once a weight is packed vLLM has an empty one of the model's dtype in its place, and `GateLinear` casts to the dtype
+    of that: the kernel reads bf16 as fp32, and logprobs are NaN, without an error (0.30).
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.numel() == 0 and getattr(module, "params_dtype", None) is torch.float32:
+            weight.data = weight.data.float()
+
+
 def forget_packed_experts(model: torch.nn.Module) -> None:
     """Before a live update: let every layer of experts be packed again for the CPU's grouped GEMM.
 

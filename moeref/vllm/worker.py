@@ -6,6 +6,8 @@ checked by `sync.Intake` before it touches the weights, in every worker, and the
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -87,6 +89,7 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
             if info.can_load():
                 info.loaded_weights.clear()
                 info.load_numel = 0
+        name_loaders(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Announced) -> None:
@@ -111,6 +114,7 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             cpu.pack_again(heads)
+            cpu.keep_fp32_gates(self.model)
         self.intake.commit(update.version)
         self.torn = None
 
@@ -121,6 +125,14 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
     def trainer_send_weights(*_: Any) -> None:
         """Before 0.30 vLLM's class asks for it; the sender here is `moeref.vllm.Engine`."""
         raise NotImplementedError("moeref.vllm.Engine sends the weights")
+
+
+def name_loaders(model: torch.nn.Module) -> None:
+    """Give partial functions that load weights a name: vLLM's reload asks for it (0.30, norms of MiniMax-M2)."""
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        loader = getattr(tensor, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def tied_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -162,6 +174,12 @@ class Worker(_platform()):  # type: ignore[misc]
     """vLLM's worker with a ledger of its forwards. `collective_rpc` calls the methods with plain values, for HTTP."""
 
     weight_transfer_engine: Transfer
+
+    def load_model(self, **options: Any) -> None:
+        super().load_model(**options)
+        if self.device.type == "cpu":
+            cpu.route_in_one_group(self.model_runner.model)
+            cpu.keep_fp32_gates(self.model_runner.model)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the ledger. It follows the KV cache's blocks of full attention, if the model has that."""

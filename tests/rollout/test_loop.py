@@ -20,12 +20,13 @@ CELLS = (
     ("glm4_moe", "pp=2"),
     ("glm4_moe_lite", "tp=2,ep=2,etp=1"),
     ("deepseek_v3", "ep=2,world=2"),
+    ("minimax_m2", "ep=2,world=2"),
 )
 #: What nox -s rollout-slow adds.
 LAYOUTS = ("tp=2", "pp=2", "ep=2,world=2", "tp=2,ep=2,etp=1", "tp=2,pp=2,ep=2,etp=1")
 MATRIX = [
     (family, layout)
-    for family in ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
+    for family in ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "minimax_m2")
     for layout in LAYOUTS
     if (family, layout) not in CELLS
 ]
@@ -35,6 +36,7 @@ GAPS = (
     ("glm4_moe", "pp=2"),
     ("glm4_moe_lite", "ep=2,world=2"),
     ("deepseek_v3", "tp=2,ep=2,etp=1"),
+    ("minimax_m2", "pp=2"),
 )
 
 

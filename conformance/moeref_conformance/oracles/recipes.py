@@ -407,6 +407,8 @@ def _served(values: dict[str, Any]) -> dict[str, Any]:
     if "kv_lora_rank" in values:  # latent heads have two widths
         made |= _SERVED_LATENT
         del made["head_dim"]
+    if "rotary_dim" in values:  # of heads that are wider now
+        made["rotary_dim"] = int(made["head_dim"] * made["rope_parameters"]["partial_rotary_factor"])
     if made["rope_parameters"]["rope_type"] == "yarn":
         made["rope_parameters"] = {**made["rope_parameters"], "original_max_position_embeddings": 128}
     return made

@@ -38,9 +38,10 @@ ALIGNED = 64
 #: The layer in a tensor's name.
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 #: What a loader may put together from parts that come one after the other.
-MODULE = re.compile(r"self_attn|mlp\.experts|mlp\.shared_experts|mlp\.")
+MODULE = re.compile(r"self_attn|mlp\.experts|mlp\.shared_experts|mlp\.|block_sparse_moe\.experts|block_sparse_moe\.")
 #: Tensors that failures are made with: of an attention and of an expert, away from the ends of the list.
-ATTENTION, EXPERT = "model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
+ATTENTION = "model.layers.1.self_attn.o_proj.weight"
+EXPERT = re.compile(r"model\.layers\.2\.(mlp\.experts\.3\.up_proj|block_sparse_moe\.experts\.3\.w3)\.weight")
 
 
 def tensors(folder: Path) -> Iterator[Named]:
@@ -283,9 +284,9 @@ def _breaks_off_at_the_end(sent: Iterable[Named]) -> Iterator[Named]:
 
 def _changed(what: str, sent: Iterable[Named]) -> Iterator[Named]:
     for name, tensor in sent:
-        if what == "lost" and name == EXPERT:
+        if what == "lost" and EXPERT.fullmatch(name):
             continue
-        if what == "cut" and name == EXPERT:
+        if what == "cut" and EXPERT.fullmatch(name):
             tensor = tensor[:-1]
         if what == "folded" and name == ATTENTION:
             tensor = tensor.reshape(2 * len(tensor), -1)
@@ -316,6 +317,9 @@ def _wrong(what: str, sent: Iterable[Named]) -> Iterator[Named]:
 def failed(sync: Sync, context: Context) -> dict[str, Any]:
     """Updates with something wrong; what is served after each, and after a whole update where the engine lives on."""
     found: dict[str, Any] = {}
+    names = [name for name, _ in tensors(context.input("second"))]
+    if ATTENTION not in names or not any(map(EXPERT.fullmatch, names)):
+        raise ValueError(f"no tensor to fail with: {ATTENTION} or {EXPERT.pattern} is not in the checkpoint")
     default, *_ = modes = sync.modes()
     for what in ("broken off", "broken off at the end", "none", "lost", "cut", "folded", "twice", "unknown", "draft"):
         found[what] = _failed(sync, context, default, what)

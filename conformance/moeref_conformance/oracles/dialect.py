@@ -8,6 +8,7 @@ published files need not know it. transformers reads the same from both, which a
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +43,20 @@ def as_named(model: Any, tensors: Mapping[str, torch.Tensor], names: Container[s
     return {name: tensor for name, tensor in tensors.items() if name in names} | in_files(model, others)
 
 
+def read_config(folder: str | Path) -> Any:
+    """transformers' config object of a folder."""
+    from transformers import AutoConfig
+
+    return completed(AutoConfig.from_pretrained(folder, local_files_only=True))
+
+
+def completed(config: Any) -> Any:
+    """The config object with what transformers 5.12 leaves unread of its file: `rotary_dim` (transformers#48241)."""
+    if turned := getattr(config, "rotary_dim", None):
+        config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": turned / config.head_dim}
+    return config
+
+
 def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same model in the keys of published files, in the order of their names."""
     made = {key: value for key, value in config.items() if key not in _WORKED_OUT}
@@ -57,6 +72,10 @@ def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
         made = {key: value for key, value in made.items() if key not in ("layer_types", "mlp_bias")}
     if "kv_lora_rank" in made:  # latent heads have two widths, and a key for each
         made.pop("head_dim", None)
+    if made["model_type"] == "glm_moe_dsa":  # GLM-5.2's file has the width without rope there
+        made["head_dim"] = made["qk_nope_head_dim"]
+    if "rotary_dim" in made:  # MiniMax-M2's files have the part of a head that turns under this name alone
+        made.pop("partial_rotary_factor", None)
     return dict(sorted(made.items()))
 
 

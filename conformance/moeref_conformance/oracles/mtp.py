@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, rms_norm
 
 from moeref_conformance.contract.requests.policy import Loss
 from moeref_conformance.oracles import mtp_names, policy
-from moeref_conformance.oracles.dialect import as_named
+from moeref_conformance.oracles.dialect import as_named, read_config
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.published import COPIES
 from moeref_conformance.oracles.recipes import MAKING
@@ -207,7 +207,7 @@ def _model(expected: Expected, layers: int) -> Any:
 
     logging.disable_progress_bar()
     folder = expected.inputs["checkpoint"]
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_config(folder)
     decoder = config.num_hidden_layers
     for name in ("layer_types", "mlp_layer_types", "indexer_types"):  # of each layer
         if kinds := getattr(config, name, None):

@@ -215,6 +215,10 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "use_routing_bias": True,
         "scoring_func": "sigmoid",
         "shared_intermediate_size": 0,
+        # As published, beside files that have no such layer.
+        "use_mtp": True,
+        "num_mtp_modules": 3,
+        "mtp_transformer_layers": 1,
     },
     # A gated delta net in two layers of three, which no pipeline stage is a multiple of; the first layer is dense.
     "qwen3_next": {

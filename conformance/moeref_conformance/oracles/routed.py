@@ -26,7 +26,7 @@ from moeref_conformance.contract.requests.forward import FACTOR, KEPT
 from moeref_conformance.contract.requests.replay import WHOLE
 from moeref_conformance.oracles import balancing as balancing_losses
 from moeref_conformance.oracles import beside_vision
-from moeref_conformance.oracles.dialect import as_named, of_5
+from moeref_conformance.oracles.dialect import as_named, of_5, read_config
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.recipes import MAKING, cast
 from moeref_conformance.oracles.shares import ROUTERS
@@ -453,6 +453,7 @@ def _model(folder: str, dtype: torch.dtype) -> Any:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             # Loaded in another dtype, that would be torch's default of all threads until then.
             of_text,
+            config=read_config(of_text),
             dtype=torch.float32,
             attn_implementation="eager",
             local_files_only=True,

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeref_conformance.contract import activations
 from moeref_conformance.contract.api import Cell, Layout
-from moeref_conformance.oracles import mtp_names
+from moeref_conformance.oracles import dialect, mtp_names
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.recipes import IN_FP32
 
@@ -383,5 +383,8 @@ def _config(values: dict[str, Any]) -> Any:
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING_NAMES:
         kind = "deepseek_v3"
-    rest = {k: copy.deepcopy(v) for k, v in values.items() if k not in ("model_type", "quantization_config")}
-    return AutoConfig.for_model(kind, **rest)
+    unread = {"model_type", "quantization_config"}
+    if "kv_lora_rank" in values:  # an older transformers takes it for qk_rope_head_dim
+        unread.add("head_dim")
+    rest = {k: copy.deepcopy(v) for k, v in values.items() if k not in unread}
+    return dialect.completed(AutoConfig.for_model(kind, **rest))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moeref_conformance.oracles.dialect import read_config
 from moeref_conformance.oracles.recipes import MAKING
 
 
@@ -22,7 +23,9 @@ def model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     with MAKING:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        return AutoModelForCausalLM.from_pretrained(
+            folder, config=read_config(folder), dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
 
 def logprobs(folder: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> torch.Tensor:

@@ -1677,6 +1677,12 @@ _DESIGNS = (
         wrap=_scale_and_rotation_said,
     ),
     Benign(
+        id="rotation-by-rotary-dim",
+        why="Megatron-Bridge#2602: MiniMax-M2's provider works the share out of rotary_dim, which files have alone",
+        cell=cell("minimax_m2", "tp1", backend="static"),
+        wrap=_scale_and_rotation_said,
+    ),
+    Benign(
         id="softmax-before-a-sigmoid",
         why="recipes of DeepSeek-V3 ask for a softmax before top-k, which a router of sigmoids does not read",
         cell=cell("deepseek_v3", "tp1", layers=3, backend="static"),

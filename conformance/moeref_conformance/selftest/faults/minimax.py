@@ -1,7 +1,8 @@
-"""Bugs that only one norm over all heads of queries, and one over all of keys, can have."""
+"""Bugs that only MiniMax-M2 can have: of its norms over all heads, and of keys that its config alone has."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moeref_conformance.selftest.border import Change, each_chunk
+from moeref_conformance.contract.api import Cell, Session, World
+from moeref_conformance.selftest.border import Change, each_chunk, read_as
 from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.config import always
 
 #: The mean of squares of heads [..., heads, width], and the first of this rank's heads, of so many.
 Mean = Callable[[torch.Tensor], torch.Tensor]
@@ -60,7 +63,36 @@ def _normed(mean: Mean = _of_all, first: First = _own) -> Change:
     return each_chunk(change)
 
 
+def _by_its_share_alone(cell: Cell, world: World) -> tuple[Cell, World]:
+    """The width that turns is not read, and without a share heads turn whole."""
+    return cell, read_as(world, lambda config: {"rotary_dim": None})
+
+
+def _mtp_of_the_config(session: Session, cell: Cell, world: World) -> Any:
+    """There are as many multi-token prediction layers as the config says, whatever the files hold."""
+    config = json.loads((world.hf_config / "config.json").read_text())
+    return always(mtp_num_layers=config.get("num_mtp_modules", 0))(session, cell, world)
+
+
 FAULTS = (
+    Fault(
+        id="rotary-dim-not-read",
+        bug="transformers#48241: MiniMax-M2's files have rotary_dim and no partial_rotary_factor, so heads turn whole",
+        rules=("FWD-001",),
+        diagnosis="hidden states differ from the attention of layer 0 on",
+        cell=cell("minimax_m2", "one"),
+        given=_by_its_share_alone,
+        one_rank=True,
+        says="logits differ from transformers",
+    ),
+    Fault(
+        id="mtp-that-no-file-has",
+        bug="reported nowhere: MiniMax-M2's config has three MTP modules, and its files have none",
+        rules=("CFG-001",),
+        cell=cell("minimax_m2", "tp1", backend="static"),
+        wrap=_mtp_of_the_config,
+        says="mtp_num_layers=3, not 0",
+    ),
     Fault(
         id="heads-normed-one-by-one",
         bug="vllm-metal#788 in kind: megatron-core's norm of each head in place of one over all heads",

@@ -43,6 +43,7 @@ def cause(wrong: Wrong) -> str:
         lambda: _by_its_numbers(wrong.want, wrong.got),
         lambda: _unreduced(wrong),
         lambda: _by_routers_choice(wrong),
+        lambda: _of_no_loss(wrong),
     )
 
 
@@ -91,6 +92,11 @@ def _by_routers_choice(wrong: Wrong) -> str:
     if wrong.routers_choice is None:
         return ""
     return "that of the routers' own choice" if _near(wrong.got, wrong.routers_choice()) else ""
+
+
+def _of_no_loss(wrong: Wrong) -> str:
+    """Whether there should be none, as of an indexer: another loss reaches it."""
+    return "" if wrong.want.any() else "where the loss does not reach"
 
 
 def _times(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from moeref_conformance.contract.api import Cell, Session, TensorMeta, World
-from moeref_conformance.selftest.border import Pair, each, each_chunk, facet
+from moeref_conformance.selftest.border import Pair, each, each_chunk, facet, read_as
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.config import always
 from moeref_conformance.selftest.faults.gradients import configured
@@ -69,7 +69,39 @@ def _trained(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "optimizer", make=make)
 
 
+def _rope_by_head_dim(config: dict[str, Any]) -> dict[str, Any]:
+    """Where a config has a `head_dim`, that many numbers of a head are rotated."""
+    return {"qk_rope_head_dim": config.get("head_dim", config["qk_rope_head_dim"])}
+
+
+def _with_a_loss(session: Session, cell: Cell, world: World) -> Any:
+    """Indexers are trained on a loss of their own."""
+    for chunk in session.export.chunks() if session.export else ():
+        for name, parameter in chunk.named_parameters():
+            if ".indexer." in name:
+                parameter.requires_grad_(True)
+    return configured(dsa_indexer_loss_coeff=0.001)(session, cell, world)
+
+
 FAULTS = (
+    Fault(
+        id="indexers-with-a-loss",
+        bug="Megatron-Bridge#2469 (review): the provider gives indexers a loss of 0.001, for which nobody has asked",
+        rules=("GRD-001",),
+        also=("CFG-004",),
+        diagnosis="where the loss does not reach",
+        cell=cell("glm_moe_dsa", "one"),
+        wrap=_with_a_loss,
+        says="indexer",
+    ),
+    Fault(
+        id="rope-as-wide-as-head-dim",
+        bug="transformers#46739, Automodel#3222: GLM-5.2's head_dim of 192 is taken for its qk_rope_head_dim of 64",
+        rules=("CFG-001", "NAM-007", "PLN-001"),
+        cell=_STATIC,
+        given=lambda cell, world: (cell, read_as(world, _rope_by_head_dim)),
+        says="qk_pos_emb_head_dim=10, not 8",
+    ),
     Fault(
         id="sparse-attention-not-detected",
         bug="reported nowhere: a model_type that is not known is read as DeepSeek-V3, which attends to all keys",

@@ -287,6 +287,9 @@ _FAMILY["kimi_k25"] = {
     "routed_scaling_factor": 2.827,
     "first_k_dense_replace": 1,
     "rope_parameters": {**_FAMILY["deepseek_v3"]["rope_parameters"], "rope_theta": 6_000.0, "mscale": 1.0},
+    # Of pre-training: transformers' class has neither, and no loss of routers.
+    "aux_loss_alpha": 0.001,
+    "seq_aux": True,
 }
 _FAMILY["deepseek_v32"] = {**_FAMILY["deepseek_v3"], **_SPARSE}
 #: Keys of `_COMMON` that a family's config does not have.

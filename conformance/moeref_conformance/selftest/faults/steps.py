@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -265,6 +266,13 @@ def with_loss(
     return wrap
 
 
+def _loss_of_the_files(session: Session, cell: Cell, world: World) -> Any:
+    """Steps have the loss of routers that the config of the files names."""
+    config = json.loads((world.hf_config / "config.json").read_text())
+    alpha = config.get("text_config", config).get("aux_loss_alpha", 0.0)
+    return with_loss(routing_type="seq_aux_loss", moe_aux_loss_coeff=alpha)(session, cell, world)
+
+
 def _times(factor: Callable[[Cell], float], part: str = "") -> Callable[[Session, Cell, World], Any]:
     """A fault's `wrap`: gradients of parameters whose name contains `part` are multiplied by `factor(cell)`."""
 
@@ -442,6 +450,15 @@ FAULTS = (
         rules=("GRD-001",),
         cell=cell("deepseek_v3", "tp2", layers=3),
         wrap=with_loss(routing_type="seq_aux_loss", moe_aux_loss_coeff=COEFFICIENT),
+        one_rank=True,
+        says="off transformers' by",
+    ),
+    Fault(
+        id="sequence-loss-of-the-files",
+        bug="Megatron-Bridge#5165: aux_loss_alpha, in Kimi's files from pre-training, turns a loss of routers on",
+        rules=("GRD-001",),
+        cell=cell("kimi_k25", "one"),
+        wrap=_loss_of_the_files,
         one_rank=True,
         says="off transformers' by",
     ),

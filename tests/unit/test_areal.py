@@ -11,7 +11,7 @@ import pytest
 from moeref.check import CheckError, Report
 from moeref.check.readers import check_reading, read
 from moeref.check.readers.allocation import component
-from moeref.check.readers.areal import DEFAULTS, FP8, LOST, RECOMPUTE
+from moeref.check.readers.areal import DEFAULTS, FP8, MOE, RECOMPUTE
 from moeref.check.readers.areal_stages import cut
 from moeref.config.core import known_fields
 
@@ -29,6 +29,7 @@ actor:
     moe_token_dispatcher_type: alltoall
 sglang: {model_path: "${actor.path}"}
 """
+OTHER = ["actor.megatron.bridge_type=megatron-bridge"]
 
 
 def areal(tmp_path: Path, *given: str, text: str = YAML) -> Report:
@@ -101,13 +102,13 @@ def test_end_to_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "verdict", "says"),
     [
-        (["actor.megatron.moe_token_dispatcher_type=flex"], "works", "flex (command line) does not reach the model"),
-        (
-            ["actor.megatron.moe_router_dtype=fp32"],
-            "works",
-            "does not reach the model, which has moe_router_dtype=None",
-        ),
-        (["actor.megatron.moe_enable_deepep=true"], "works", "moe_enable_deepep True (command line) does not reach"),
+        ([*OTHER, "actor.megatron.moe_token_dispatcher_type=flex"], "works", "flex (command line) does not reach the"),
+        ([*OTHER, "actor.megatron.moe_router_dtype=fp32"], "works", "the model, which has moe_router_dtype=None"),
+        ([*OTHER, "actor.megatron.moe_enable_deepep=true"], "works", "moe_enable_deepep True (command line) does not"),
+        (["actor.megatron.moe_enable_deepep=true"], "refused", "moe_enable_deepep"),  # of alltoall
+        (["actor.megatron.moe_z_loss_coeff=${oc.env:Z}"], "unknown", "moe_z_loss_coeff ${oc.env:Z} (command line)"),
+        ([*OTHER, "actor.megatron.enable_mtp=true"], "refused", "says no MTP layers, and AReaL raises ValueError"),
+        ([*OTHER, "actor.megatron.enable_mtp=${oc.env:MTP}"], "unknown", "enable_mtp ${oc.env:MTP} (command line)"),
         (["actor.megatron.moe_router_dtyp=fp32"], "unknown", "moe_router_dtyp fp32 (command line) is not known"),
         (["actors.path=x"], "unknown", "actors.path x (command line) is not known"),
         (["actor.backend=megatron:d2t4p2"], "works", ""),
@@ -218,6 +219,16 @@ def test_bad_input(tmp_path: Path, given: list[str], says: str) -> None:
     assert says in str(error.value)
 
 
+def test_mbridge_gets_the_settings_of_experts_and_their_defaults(tmp_path: Path) -> None:
+    given = ["moe_token_dispatcher_type=flex", "moe_permute_fusion=true", "moe_router_dtype=fp64"]
+    report = areal(tmp_path, *(f"actor.megatron.{each}" for each in given))
+    assert report.verdict == "works", told(report)
+    assert report.settings is not None
+    names = ("moe_token_dispatcher_type", "moe_permute_fusion", "moe_router_dtype", "moe_router_bias_update_rate")
+    assert [report.settings[name] for name in names] == ["flex", True, "fp64", 0.0]
+    assert report.read["moe_router_bias_update_rate"].source == "default of AReaL"
+
+
 def test_a_script_with_its_yaml(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(YAML)
     (tmp_path / "run.sh").write_text(
@@ -231,7 +242,7 @@ def test_a_script_with_its_yaml(tmp_path: Path) -> None:
 def test_the_tables_name_fields_of_megatron() -> None:
     fields = known_fields("0.19.2").keys()
     assert not {*RECOMPUTE, *(field for field, _ in FP8.values())} - fields
-    assert not {*LOST} - fields - {"moe_enable_deepep"}
+    assert not {*MOE} - fields - {"moe_enable_deepep"}
     assert all(path.startswith("actor.") for path in DEFAULTS)
 
 

@@ -14,7 +14,9 @@ from moeref.check.readers.tree import Tree, scalar
 
 ACTOR = "actor_rollout_ref.actor.megatron"
 MODULES = f"{ACTOR}.override_transformer_config.recompute_modules"
-REPLAY = "actor_rollout_ref.actor.router_replay.mode"
+REPLAY = f"{ACTOR}.router_replay.mode"
+OLD_REPLAY = "actor_rollout_ref.actor.router_replay.mode"
+VANILLA = f"{ACTOR}.vanilla_mbridge=True"
 ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 FLASH = ["actor_rollout_ref.model.path=glm-4.7-flash", f"{MODULES}=[layernorm]"]
 VERL = f"""#!/bin/bash
@@ -128,7 +130,10 @@ def test_verl_end_to_end(tmp_path: Path) -> None:
     assert sources["recompute_modules"] == "run.sh:7"
     assert sources["etp"].startswith("derived: as TP")
     assert sources["seed"] == "default of verl"
-    assert sources["moe_router_bias_update_rate"] == "default of mbridge"
+    assert sources["moe_permute_fusion"] == "default of Megatron-Bridge"
+    assert (report.settings["overlap_p2p_comm"], report.settings["batch_p2p_comm"]) == (False, False)
+    old = verl(tmp_path, VERL, VANILLA)
+    assert old.read["moe_router_bias_update_rate"].source == "default of mbridge"
     assert {value.name for value in report.elsewhere} == {
         "data.train_batch_size",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
@@ -142,25 +147,34 @@ def test_verl_end_to_end(tmp_path: Path) -> None:
         ([f"{ACTOR}.expert_tensor_parallel_size=1"], "works", ""),
         ([f"{ACTOR}.tensor_parallel_size=1"], "unknown", f"{ACTOR}.tensor_parallel_size 1 (command line) is not known"),
         ([f"{ACTOR}.override_transformer_config.moe_router_topk=4"], "works", ""),
-        ([f"{ACTOR}.use_mbridge=False"], "unknown", "verl's own converter"),
-        ([f"{ACTOR}.vanilla_mbridge=False"], "works", ""),
-        ([f"{ACTOR}.sequence_parallel=False"], "works", ""),  # mbridge derives it
-        ([f"{ACTOR}.sequence_parallel=False", f"{ACTOR}.vanilla_mbridge=False"], "refused", "needs sequence parallel"),
+        ([f"{ACTOR}.use_mbridge=False"], "refused", "is off: verl asserts that a bridge makes the model"),
+        ([f"{ACTOR}.sequence_parallel=False", VANILLA], "works", ""),  # mbridge derives it
+        ([f"{ACTOR}.sequence_parallel=False"], "refused", "needs sequence parallel"),
         (
-            [f"{ACTOR}.sequence_parallel=${{oc.env:SP}}", f"{ACTOR}.vanilla_mbridge=False"],
+            [f"{ACTOR}.sequence_parallel=${{oc.env:SP}}"],
             "unknown",
             f"{ACTOR}.sequence_parallel ${{oc.env:SP}} (command line) is computed",
         ),
         ([f"{ACTOR}.override_transformer_config.sequence_parallel=False"], "refused", "needs sequence parallelism"),
         ([f"{REPLAY}=R3", f"{ROUTES}=true"], "works", ""),
         ([f"{REPLAY}=R2"], "works", ""),
-        ([f"{REPLAY}=R3"], "refused", f"{ROUTES}=False (default of verl) asks for none: verl asserts it"),
+        ([f"{REPLAY}=R3"], "refused", f"{ROUTES}=False (default of verl) asks for none: verl finds none in the batch"),
+        ([f"{REPLAY}=R2", f"{ROUTES}=true"], "refused", f"{ROUTES} (command line) is of R3, and {REPLAY} is R2"),
+        (
+            [f"{OLD_REPLAY}=R2"],
+            "unknown",
+            f"{OLD_REPLAY} (command line) is not read: verl's workers replay as {REPLAY}",
+        ),
+        ([f"{OLD_REPLAY}=R2", f"{REPLAY}=R2"], "works", ""),
+        ([f"{ACTOR}.use_megatron_fsdp=True"], "unknown", "Megatron-FSDP"),
+        ([f"{ACTOR}.dynamic_context_parallel=True"], "unknown", "groups of context parallelism change"),
+        (["data.train_batch_size=0", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"], "works", ""),
         ([f"{REPLAY}=r3"], "refused", f"{REPLAY}=r3 (command line) is none of disabled, R2, R3"),
         ([f"{REPLAY}=${{oc.env:MODE}}"], "unknown", f"{REPLAY} ${{oc.env:MODE}} (command line) is computed"),
         (["actor_rollout_ref.model.lora.rank=8"], "unknown", "adapters"),
         (["trainer.nnodes=$N"], "unknown", "trainer.nnodes"),
         (
-            FLASH,
+            [*FLASH, VANILLA],
             "unknown",
             "what it sets for glm4_moe_lite is not known",
         ),
@@ -185,25 +199,78 @@ def test_mtp_is_left_out_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert not any("left out" in note for note in asked.notes)
 
 
-def test_mtp_needs_the_bridge_that_verl_asserts(tmp_path: Path) -> None:
-    text = VERL.replace("Qwen3-30B-A3B", "GLM-4.5-Air").replace("nnodes=1", "nnodes=4")
-    asked = ["actor_rollout_ref.model.mtp.enable=True", f"{ACTOR}.vanilla_mbridge=False"]
-    report = verl(tmp_path, text, *asked)
-    said = f"actor_rollout_ref.model.mtp.enable (command line) needs {ACTOR}.vanilla_mbridge=true (command line)"
-    assert report.verdict == "refused"
-    assert said in _said(report)
-    assert verl(tmp_path, text, *asked, "trainer.use_legacy_worker_impl=disable").verdict == "works"
-
-
 def test_mtp_of_a_model_without_such_layers(tmp_path: Path) -> None:
     asked = "actor_rollout_ref.model.mtp.enable=True"
     report = verl(tmp_path, VERL, asked)
     assert report.verdict == "refused"
-    said = f"{asked.removesuffix('=True')} (command line): the config of qwen3_moe says no MTP layers, and verl asserts"
+    said = f"{asked.removesuffix('=True')} (command line): the config of qwen3_moe says no MTP layers, and verl raises"
     assert said in _said(report)
-    new = verl(tmp_path, VERL, asked, "trainer.use_legacy_worker_impl=disable")
-    assert new.verdict == "unknown"
-    assert "so there are none to train" in _said(new)
+
+
+def test_a_script_has_to_choose_megatron(tmp_path: Path) -> None:
+    plain = VERL.replace("--config-path=config --config-name='ppo_megatron_trainer.yaml' ", "")
+    report = verl(tmp_path, plain)
+    assert report.verdict == "unknown"
+    assert "model_engine is not given, and the default of verl is dp, which is no Megatron" in _said(report)
+    assert verl(tmp_path, plain.replace(" trainer.nnodes=1", " model_engine=megatron trainer.nnodes=1")).works
+    with pytest.raises(CheckError, match=r"model_engine=veomni: moeref knows Megatron only"):
+        verl(tmp_path, plain.replace(" trainer.nnodes=1", " model_engine=veomni trainer.nnodes=1"))
+
+
+EXTRA = """EXTRA=(model_engine=megatron trainer.save_freq=1)
+TP=${NOTHING:-}
+TP=${TP:-2}
+if [ "$ENGINE" = sglang ]; then
+    EXTRA+=(+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3)
+fi
+RAY=(ray_kwargs.ray_init.num_cpus=null)
+[ "$UV" = 0 ] || RAY=(ray_kwargs.ray_init.num_cpus=8)
+python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B "${EXTRA[@]}" "${RAY[@]}" \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=$TP \\
+    actor_rollout_ref.actor.megatron.expert_model_parallel_size=4
+"""
+
+
+def test_overrides_of_other_parts_may_stand_under_a_condition(tmp_path: Path) -> None:
+    report = verl(tmp_path, EXTRA)
+    assert report.verdict == "works", report.problems
+    assert report.layout == "tp=2,pp=1,vpp=1,ep=4,etp=2,cp=1,world=8"
+    text = EXTRA.replace("+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3", f"{ACTOR}.seed=7")
+    decides = verl(tmp_path, text)
+    assert decides.verdict == "unknown"
+    assert f"{ACTOR}.seed 7 (run.sh:5) is computed by the script" in _said(decides)
+
+
+def test_an_array_that_a_condition_replaces_leaves_its_values_open(tmp_path: Path) -> None:
+    text = EXTRA.replace("ray_kwargs.ray_init.num_cpus=null", "trainer.nnodes=1")
+    report = verl(tmp_path, text)
+    assert report.verdict == "unknown"
+    assert "trainer.nnodes 1 (run.sh:9) is computed by the script" in _said(report)
+
+
+@pytest.mark.parametrize("model", ["glm-5", "kimi-k2.5", "minimax-m2", "qwen3.5-35b-a3b"])
+def test_megatron_bridge_s_newer_families(tmp_path: Path, model: str) -> None:
+    ends = {"glm-5": "last=18", "kimi-k2.5": "last=13", "minimax-m2": "first=15,last=15"}.get(model, "")
+    (tmp_path / "run.sh").write_text(SKYRL)
+    layout = ",".join(["tp=4,pp=4,ep=16,etp=1,world=128", *filter(None, [ends])])
+    given = [f"{CONFIG}.tensor_model_parallel_size=4"]
+    reading = read("skyrl", [str(tmp_path / "run.sh"), *given], "0.19.2")
+    report = check_reading(reading, model=model, layout=layout, verify=False)
+    assert report.verdict == "works", report.problems
+    assert report.settings is not None
+    assert report.settings["moe_token_dispatcher_type"] == "alltoall"
+
+
+def test_the_backend_of_flex_is_ignored_under_another_dispatcher(tmp_path: Path) -> None:
+    text = "policy: {megatron_cfg: {moe_token_dispatcher_type: KIND, moe_flex_dispatcher_backend: hybridep}}"
+    report = nemo(tmp_path, f"defaults: base.yaml\n{text.replace('KIND', 'alltoall')}\n")
+    assert report.verdict == "works", report.problems
+    said = "moe_flex_dispatcher_backend hybridep (run.yaml:2) is ignored: the dispatcher alltoall has no backend"
+    assert any(note.endswith(said) for note in report.notes), report.notes
+    flex = nemo(tmp_path, f"defaults: base.yaml\n{text.replace('KIND', 'flex')}\n")
+    assert flex.settings is not None
+    assert flex.settings["moe_flex_dispatcher_backend"] == "hybridep"
+    assert not any("is ignored" in note for note in flex.notes)
 
 
 def test_nemo_rl_inherits_and_interpolates(tmp_path: Path) -> None:
@@ -297,6 +364,8 @@ def test_ranks_of_nemo_rl_s_other_models_are_not_counted(tmp_path: Path, text: s
         ("policy: {megatron_cfg: {peft: {enabled: true}}}", "unknown", "adapters"),
         ("policy: {megatron_cfg: {sequence_parallel: false}}", "refused", "needs sequence parallelism"),
         ("policy: {router_replay: {enabled: true}}", "works", ""),
+        ("policy: {quant_cfg: NVFP4, quant_calib_size: 16}", "unknown", "weights are rounded in training"),
+        ("policy: {megatron_cfg: {track_moe_metrics: true, calculate_per_token_loss: true}}", "works", ""),
         (
             "policy: {megatron_cfg: {context_parallel_size: 2}, sequence_packing: {enabled: false}}",
             "refused",
@@ -357,6 +426,7 @@ def test_without_omegaconf_yaml_says_what_to_install(tmp_path: Path, monkeypatch
 
 SKYRL = """MODEL=Qwen/Qwen3-30B-A3B
 uv run --isolated --extra megatron -m skyrl.train.entrypoints.main_base trainer.policy.model.path=$MODEL \\
+  trainer.strategy=megatron \\
   trainer.placement.policy_num_gpus_per_node=8 trainer.flash_attn=false generator.batched=true \\
   trainer.policy.megatron_config.tensor_model_parallel_size=2 \\
   trainer.policy.megatron_config.expert_model_parallel_size=4 $@
@@ -383,6 +453,24 @@ megatron rlhf --rlhf_type grpo --model Qwen/Qwen3-30B-A3B --reward_funcs accurac
         ([f"{CONFIG}.transformer_config_kwargs.moe_router_fusion=true"], "works", ""),
         ([f"{CONFIG}.moe_enable_routing=true"], "unknown", "moe_enable_routing True (command line) is not known"),
         (["trainer.policy.model.lora.rank=8"], "unknown", "adapters"),
+        (["trainer.remove_microbatch_padding=false"], "works", ""),
+        ([f"{CONFIG}.context_parallel_size=2"], "works", ""),
+        (
+            [f"{CONFIG}.context_parallel_size=2", "trainer.remove_microbatch_padding=false"],
+            "refused",
+            "trainer.remove_microbatch_padding (command line) is off, and context parallelism needs it",
+        ),
+        (
+            [f"{CONFIG}.context_parallel_size=2", "trainer.use_sample_packing=false"],
+            "refused",
+            "trainer.use_sample_packing (command line) is off",
+        ),
+        (
+            ["trainer.remove_microbatch_padding=${oc.env:P}"],
+            "unknown",
+            "padding ${oc.env:P} (command line) is computed",
+        ),
+        (["~trainer.strategy"], "unknown", "trainer.strategy is not given, and the default of SkyRL is fsdp"),
     ],
 )
 def test_what_skyrl_s_tree_says(tmp_path: Path, given: list[str], verdict: str, says: str) -> None:

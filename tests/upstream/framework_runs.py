@@ -21,10 +21,10 @@ FACTS = Path(__file__).parent / "published"
 PROGRAMS = {
     "slime": "python3 train.py",
     "miles": "python3 train.py",
-    "verl": "python3 -m verl.trainer.main_ppo",
+    "verl": "python3 -m verl.trainer.main_ppo model_engine=megatron",
     "nemo-rl": "uv run examples/run_grpo.py",
     "areal": "python3 examples/tau2/train.py",
-    "skyrl": "uv run -m skyrl.train.entrypoints.main_base",
+    "skyrl": "uv run -m skyrl.train.entrypoints.main_base trainer.strategy=megatron",
 }
 #: Frameworks whose arguments Megatron-LM's parser reads.
 PARSED = ("slime", "miles", "megatron-lm")

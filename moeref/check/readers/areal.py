@@ -1,8 +1,8 @@
 """Reads AReaL's YAML, and overrides in a script that calls a program with it: what `actor` trains with Megatron.
 
-AReaL builds the model with mbridge, or Megatron-Bridge, and passes few settings on: dispatcher, router dtype and
-fusions of `actor.megatron` reach no model. It seeds Megatron's trackers with 0, before it has its own seed; a
-check does not know that seed. Names and defaults: AReaL at 4aef98d8d818.
+AReaL builds the model with mbridge, to which it passes dispatcher, router dtype and fusions of `actor.megatron`, or
+with Megatron-Bridge, which gets none of them. It seeds Megatron's trackers with 0, before it has its own seed; a
+check does not know that seed. Names and defaults: AReaL at cbff54d645d2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FP8, _DDP = f"{_MEGATRON}fp8_config.", f"{_MEGATRON}ddp."
 _BACKEND, _LEGACY, _VPP = "actor.backend", "allocation_mode", f"{_MEGATRON}virtual_pipeline_parallel_size"
 _BRIDGE, _KIND, _TREES = f"{_MEGATRON}bridge_type", "actor.optimizer.type", "actor.enable_tree_training"
 _CHECKPOINTING, _SAME = "actor.gradient_checkpointing", f"{_MEGATRON}use_deterministic_algorithms"
-_LORA, _DTYPE = "actor.use_lora", "actor.dtype"
+_LORA, _DTYPE, _MTP = "actor.use_lora", "actor.dtype", f"{_MEGATRON}enable_mtp"
 
 #: Settings of recomputation -> default. mbridge gets them with `gradient_checkpointing`, Megatron-Bridge always.
 RECOMPUTE: dict[str, Any] = {
@@ -35,11 +35,20 @@ RECOMPUTE: dict[str, Any] = {
     "recompute_modules": None,
     "distribute_saved_activations": None,
 }
-#: Settings of `actor.megatron` that nothing reads.
-LOST = (
-    *("moe_router_dtype", "moe_shared_expert_overlap", "moe_enable_deepep", "moe_token_dispatcher_type"),
-    "moe_permute_fusion",
-)
+#: Settings of `actor.megatron` -> default. mbridge gets them, Megatron-Bridge does not.
+MOE: dict[str, Any] = {
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "moe_router_bias_update_rate": 0.0,
+    "moe_router_dtype": "fp32",
+    "moe_z_loss_coeff": None,
+    "moe_enable_deepep": False,
+    "cross_entropy_loss_fusion": False,
+}
+#: Of these, what is passed on only where it says something.
+_IF_TRUE = frozenset({"moe_router_dtype", "moe_z_loss_coeff", "moe_enable_deepep", "cross_entropy_loss_fusion"})
 #: Settings of `fp8_config` -> (field of TransformerConfig, default).
 FP8: dict[str, tuple[str, Any]] = {
     "mode": ("fp8", "e4m3"),
@@ -63,6 +72,7 @@ _STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 DEFAULTS: dict[str, Any] = {
     **{f"{_MEGATRON}{name}": default for name, default in RECOMPUTE.items()},
+    **{f"{_MEGATRON}{name}": default for name, default in MOE.items()},
     **{f"{_MEGATRON}{name}": "float32" for name in _STATES},
     f"{_MEGATRON}use_precision_aware_optimizer": False,
     f"{_DDP}use_distributed_optimizer": True,
@@ -72,6 +82,7 @@ DEFAULTS: dict[str, Any] = {
     _SAME: False,
     _CHECKPOINTING: False,
     _LORA: False,
+    _MTP: False,
     _TREES: False,
     _DTYPE: "bfloat16",
     _KIND: "adam",
@@ -89,7 +100,7 @@ NAMES = Names(
     },
     read=frozenset(
         {
-            *(_BACKEND, _LEGACY, *_REMOVED, *DEFAULTS, *(f"{_MEGATRON}{name}" for name in LOST)),
+            *(_BACKEND, _LEGACY, *_REMOVED, *DEFAULTS),
             *(f"{_FP8}{name}" for name in FP8),
         }
     ),
@@ -98,6 +109,7 @@ NAMES = Names(
         *("train_dataset", "valid_dataset", "saver.", "evaluator.", "stats_logger.", "perf_tracer", "memory_profiler"),
         *("recover.", "sglang.", "vllm.", "scheduler.", "gconfig.", "eval_gconfig", "rollout.", "ref", "critic"),
         *("teacher", "dynamic_bs", "launcher.", "server_only", "async_training", "weight_update_mode", "defaults"),
+        *("profile.", "econfig.", "post_exit_hook"),
         # Of the actor, what it trains on and by which loss.
         *(f"{_ACTOR}{name}" for name in ("experiment_name", "trial_name", "attn_impl", "use_kernels", "init_from")),
         *(
@@ -113,7 +125,9 @@ NAMES = Names(
             for name in ("gae_lambda", "adv_norm", "kl_", "use_sapo_loss", "sapo_tau_", "recompute_log")
         ),
         *(f"{_ACTOR}{name}" for name in ("use_decoupled_loss", "rejection_sampling", "importance_sampling_level")),
-        *(f"{_ACTOR}{name}" for name in ("prox_logp_method", "max_new_tokens")),
+        *(f"{_ACTOR}{name}" for name in ("prox_logp_method", "max_new_tokens", "enable_delta_", "weight_update_")),
+        *(f"{_MEGATRON}{name}" for name in ("enable_chunked_logits", "entropy_requires_grad", "lm_head_loss_")),
+        *(f"{_MEGATRON}{name}" for name in ("enable_fp32_lm_head", "use_bridge_for_update_weights")),
         *(f"{_MEGATRON}{name}" for name in ("wrap_with_ddp", "overlap_param_gather_with", "main_grads_dtype")),
         *(f"{_MEGATRON}{name}" for name in ("async_save", "use_checkpoint_opt", "use_mbridge_save")),
         *(f"{_DDP}{name}" for name in ("overlap_", "align_param_gather", "check_for_nan", "bucket_size", "average_in")),
@@ -142,15 +156,17 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     for value in (at[path] for path in _REMOVED if path in at):
         text = f"{value.name} ({value.source}) is removed: {NAME} raises ValueError"
         reading.problems.append(Problem(NAME, text, "use actor.rejection_sampling"))
-    reading.lost = {name: at[path] for name in LOST if (path := f"{_MEGATRON}{name}") in at}
+    _moe(reading, at, kind)
+    if kind is provider.MEGATRON_BRIDGE:
+        _head(reading, at[_MTP])
     if (same := at[_SAME]).value:
         reading.settings["deterministic_mode"] = same
         for name in ("cross_entropy_loss_fusion", "bias_dropout_fusion"):
             reading.settings[name] = Value(same.name, False, same.source)
-    own: dict[str, Any] = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    own: dict[str, Any] = {"variable_seq_lengths": True}
     if kind is provider.MEGATRON_BRIDGE:
         vpp = reading.layout.get("vpp")
-        own |= {"batch_p2p_comm": False, "overlap_p2p_comm": bool(vpp)}
+        own |= {"moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False, "overlap_p2p_comm": bool(vpp)}
     return provider.build(reading, kind, own, NAME)
 
 
@@ -210,6 +226,31 @@ def _bridge(reading: Reading, at: Mapping[str, Value]) -> provider.Provider:
             said = f"{text}, which {NAME} refuses with {kind.name}={kind.value}" if refused else text
             reading.problems.append(Problem(NAME, said, "use the other bridge" if refused else "", refused=refused))
     return provider.MEGATRON_BRIDGE if other else provider.MBRIDGE
+
+
+def _moe(reading: Reading, at: Mapping[str, Value], kind: provider.Provider) -> None:
+    """Put in the settings of experts and fusions that mbridge gets, defaults too; Megatron-Bridge loses them."""
+    for name in MOE:
+        value = at[f"{_MEGATRON}{name}"]
+        if kind is provider.MEGATRON_BRIDGE:
+            if value.given:
+                reading.lost[name] = value
+        elif not value.known:
+            reading.computed[name] = value
+        elif value.value or name not in _IF_TRUE:
+            reading.settings[name] = value
+
+
+def _head(reading: Reading, mtp: Value) -> None:
+    """Without `enable_mtp`, Megatron-Bridge's model has no MTP layers; with it, the model has to have some."""
+    if not mtp.known:
+        reading.computed["mtp_num_layers"] = mtp
+    elif not mtp.value:
+        reading.settings["mtp_num_layers"] = Value(mtp.name, None, mtp.source)
+    else:
+        text = f"{mtp.name} ({mtp.source}): the model's config says no MTP layers, and {NAME} raises ValueError"
+        refused = Problem(NAME, text, "leave it out")
+        reading.by_model.append(lambda model: None if model.mtp_layers else refused)
 
 
 def _recompute(reading: Reading, at: Mapping[str, Value], kind: provider.Provider) -> None:

@@ -33,6 +33,8 @@ BESIDE: dict[str, tuple[Callable[[Model], Any], bool]] = {
 }
 #: Of these, what multi-latent attention does not read: it makes its rotary embedding from its own config.
 _OF_ROPE = frozenset({"position_embedding_type", "use_rope_scaling", "rotary_seq_len_interpolation_factor"})
+_BACKEND = "moe_flex_dispatcher_backend"
+_OF_THE_BACKEND = ("moe_flex_dispatcher_num_sms", "moe_permute_fusion_into_hybridep")
 #: Rules on Megatron's own sparse attention and gated delta nets, which a spec can replace by layers of its own.
 OF_ATTENTION = (
     *("dsa-under-cp-by-all-gather", "dsa-without-rope-fusion", "stages-begin-with-an-indexer"),
@@ -60,6 +62,7 @@ def check_reading(
         reading.layout["pipeline_layout"] = reading.stages(draft.model, reading.layout)
     text = layout or _layout(reading)
     _of_family(reading, draft.model)
+    idle = _idle_backend(reading, options, settings or {})
     given = _options(reading, options)
     trained = {field: value.value for field, value in reading.training.items()} | dict(given.pop("training", {}))
     asked = {field: value.value for field, value in reading.settings.items() if _matters(field, value, draft)}
@@ -68,7 +71,7 @@ def check_reading(
     report = check(name, text, asked=through, training=trained, **given)
     report = _stepped(reading, _of_its_optimizer(reading, _of_its_attention(reading, report)))
     problems, notes = _beside(reading, report.model)
-    notes += _lost(reading, report)
+    notes += [*_lost(reading, report), *idle]
     problems += [
         *optimizer,
         *_as_files(reading, report.model),
@@ -248,6 +251,23 @@ def _of_family(reading: Reading, model: Model) -> None:
     if grouped and "experts" not in reading.options:
         kind = "grouped" if grouped.value else "sequential"
         reading.options["experts"] = Value(grouped.name, kind, grouped.source)
+
+
+def _idle_backend(reading: Reading, options: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """Take out the backend of flex where another dispatcher is chosen, which ignores it; notes if a file gives it."""
+    kind = reading.settings.get("moe_token_dispatcher_type")
+    backend, deepep = reading.settings.get(_BACKEND), reading.settings.get("moe_enable_deepep")
+    chosen = {"dispatcher", "moe_token_dispatcher_type", _BACKEND} & {*options, *asked, *reading.computed}
+    flex = kind and kind.value == "flex"
+    if backend is None or flex or chosen or (deepep and deepep.value):
+        return []
+    for name in (_BACKEND, *_OF_THE_BACKEND):
+        if name in reading.settings and (name == _BACKEND or not reading.settings[name].given):
+            del reading.settings[name]
+    if not backend.given or backend.value is None:
+        return []
+    said = kind.value if kind else "allgather, the default,"
+    return [f"{backend.name} {backend.value} ({backend.source}) is ignored: the dispatcher {said} has no backend"]
 
 
 def _draft(name: str, given: Mapping[str, Any]) -> Draft:

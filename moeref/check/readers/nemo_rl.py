@@ -58,7 +58,10 @@ _OPTIONAL = (
     *("cuda_graph_warmup_steps",),
 )
 #: Settings of `megatron_cfg` in published files that nothing reads.
-LOST = ("moe_aux_loss_coeff", "moe_router_enable_expert_bias")
+LOST = (
+    *("moe_aux_loss_coeff", "moe_router_enable_expert_bias", "calculate_per_token_loss", "first_last_layers_bf16"),
+    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+)
 #: Names of its own that NeMo-RL takes in `megatron_cfg`, and refuses in `model_overrides`.
 _FIRST_CLASS = frozenset(
     {
@@ -106,6 +109,7 @@ NAMES = Names(
     unmapped={
         f"{_MEGATRON}peft.enabled": "adapters",
         "policy.draft.enabled": "a draft model",
+        "policy.quant_cfg": "weights are rounded in training",
         f"{_MEGATRON}fine_grained_activation_offloading": "activations are offloaded",
     },
     read=frozenset(
@@ -124,7 +128,7 @@ NAMES = Names(
     },
     elsewhere=(
         *("grpo.", "loss_fn.", "checkpointing.", "logger.", "data.", "env.", "cluster.", "teacher.", "distillation."),
-        *("dpo.", "sft.", "data_plane", "async_rl.", "value.", "reward_penalties.", "on_policy_distillation"),
+        *("dpo.", "sft.", "ppo.", "data_plane", "async_rl.", "value.", "reward_penalties.", "on_policy_distillation"),
         *(f"{_POLICY}{name}" for name in ("tokenizer.", "train_", "generation", "logprob_", "max_", "dtensor_cfg.")),
         *(f"{_POLICY}{name}" for name in ("dynamic_batching.", "sequence_packing.", "make_", "optimizer", "scheduler")),
         *(f"{_POLICY}{name}" for name in ("refit_", "hf_config_overrides", "offload_", "draft.", "router_replay.")),
@@ -132,7 +136,10 @@ NAMES = Names(
         *(f"{_MEGATRON}{name}" for name in ("checkpoint.", "peft.", "empty_", "force_", "freeze_", "use_gloo")),
         *(f"{_MEGATRON}{name}" for name in ("use_fused_linear_", "fused_linear_", "offload_modules")),
         *(f"{_MEGATRON}{name}" for name in ("defer_fp32_logits", "train_iters", "model_overrides", "converter_type")),
-        *(f"{_MEGATRON}{name}" for name in ("hybridep_", "moe_hybridep_num_sms", "inference_")),
+        *(f"{_MEGATRON}{name}" for name in ("hybridep_", "moe_hybridep_num_sms", "inference_", "clear_memory_")),
+        *(f"{_POLICY}{name}" for name in ("quant_", "disable_modelopt_")),
+        # In published files, and nothing reads them; the loss is counted by tokens whatever they say.
+        *(f"{_MEGATRON}{name}" for name in ("track_moe_metrics", "do_not_average_loss", "cp_normalize", "scale_loss_")),
     ),
 )
 

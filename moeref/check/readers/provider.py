@@ -67,6 +67,18 @@ MBRIDGE = Provider(
             "moe_router_pre_softmax": True,
             "moe_router_dtype": "fp32",
         },
+        "qwen3_5_moe": {
+            **_FUSIONS,
+            "masked_softmax_fusion": False,
+            "deallocate_pipeline_outputs": True,
+            "cp_comm_type": "p2p",
+            "moe_permute_fusion": True,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_bias_update_rate": 0.001,
+            "moe_shared_expert_overlap": True,
+            "moe_router_pre_softmax": False,
+            "moe_router_dtype": "fp32",
+        },
     },
 )
 
@@ -77,6 +89,16 @@ _MLA_OF_BRIDGE = {
     "moe_router_pre_softmax": True,
     "moe_router_dtype": "fp32",
     "apply_rope_fusion": False,
+}
+_BY_HYBRIDEP = {
+    "moe_token_dispatcher_type": "flex",
+    "moe_flex_dispatcher_backend": "hybridep",
+    "moe_flex_dispatcher_num_sms": 16,
+    "moe_permute_fusion_into_hybridep": False,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_shared_expert_overlap": True,
+    "moe_router_pre_softmax": True,
+    "moe_router_dtype": "fp32",
 }
 #: Of GPTModelProvider and the `provider_bridge` of each model.
 MEGATRON_BRIDGE = Provider(
@@ -114,6 +136,34 @@ MEGATRON_BRIDGE = Provider(
             "bias_dropout_fusion": False,
             "moe_router_load_balancing_type": "none",
         },
+        "qwen3_5_moe": {
+            "bias_activation_fusion": True,
+            "attention_softmax_in_fp32": True,
+            "moe_router_load_balancing_type": "global_aux_loss",
+            "moe_aux_loss_coeff": 0.001,
+            "moe_router_pre_softmax": False,
+            "moe_router_dtype": "fp32",
+        },
+        "glm_moe_dsa": {
+            **_BY_HYBRIDEP,
+            "cp_comm_type": "allgather",
+            "mtp_num_layers": None,
+            "dsa_indexer_loss_coeff": 0.001,
+            "dsa_indexer_use_sparse_loss": True,
+        },
+        "kimi_k25": {
+            **_FUSIONS,
+            **_BY_HYBRIDEP,
+            "moe_aux_loss_coeff": 0.001,
+            "moe_router_bias_update_rate": 0.001,
+            "apply_rope_fusion": False,
+            "cross_entropy_fusion_impl": "te",
+        },
+        "minimax_m2": {
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.001,
+            "moe_router_pre_softmax": False,
+        },
     },
 )
 #: Of mcore-bridge's ModelConfig and its parser of Hugging Face configs.
@@ -127,12 +177,17 @@ MCORE_BRIDGE = Provider(
     },
     {
         **{family: {} for family in ("qwen3_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "mixtral")},
-        "deepseek_v3": {"moe_router_load_balancing_type": "seq_aux_loss"},
+        **{family: {} for family in ("qwen3_5_moe", "glm_moe_dsa", "minimax_m2")},
+        **{
+            family: {"moe_router_load_balancing_type": "seq_aux_loss"}
+            for family in ("deepseek_v3", "deepseek_v32", "kimi_k25")
+        },
         "gpt_oss": {"bias_dropout_fusion": False},
     },
 )
 #: What verl sets in Megatron-Bridge's provider.
 VERL_ON_MEGATRON_BRIDGE: Settings = {
+    "batch_p2p_comm": False,
     "attention_backend": "flash",
     "variable_seq_lengths": True,
     "moe_token_dispatcher_type": "alltoall",

@@ -20,8 +20,10 @@ _CLOSING = {"$(": ")", "${": "}"}
 _OPENING, _CLOSERS = frozenset({"if", "for", "while", "until", "case"}), frozenset({"fi", "done", "esac"})
 _BEFORE_A_COMMAND = frozenset({"then", "else", "elif", "do", "!", "time", "{", "}"})
 _DECLARING = frozenset({"export", "local", "declare", "readonly"})
-#: The inside of `${…}`: a name, whether all elements of an array are meant, and a default.
-_PARAMETER = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?::?-(.*))?", re.DOTALL)
+#: The inside of `${…}`: a name, whether all elements of an array are meant, and a default, with `:` for nothing too.
+_PARAMETER = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?:(:?)-(.*))?", re.DOTALL)
+#: An override of a value in a tree, as Hydra takes it.
+_OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w.@/-]*=.*|~[\w.]+", re.DOTALL)
 #: What the script itself is given: nothing here.
 _OF_THE_SCRIPT = frozenset({"$@", "$*", "${@}", "${*}"})
 #: Where a variable comes from that the caller gives.
@@ -116,7 +118,12 @@ class Script:
         before = self.variables.get(name, [])
         if self._conditions or self._guarded:
             grows = value.startswith("(") and (adds or not before)
-            words = self._perhaps(name, words, raw.where, grows=grows, array=value.startswith("("))
+            if value.startswith("(") and _overrides([*before, *words]):
+                # Each of them may be there: a value that any of them gives is not known.
+                before = before if adds else [replace(word, known=False, perhaps=True) for word in before]
+                adds, words = True, [replace(word, known=False, perhaps=True) for word in words]
+            else:
+                words = self._perhaps(name, words, raw.where, grows=grows, array=value.startswith("("))
         self._set(name, [*(before if adds else []), *words])
 
     @staticmethod
@@ -177,9 +184,11 @@ class Script:
                 return fields.add(piece, known=False)
         name = _PARAMETER.fullmatch(piece[2:-1] if piece.startswith("${") else piece[1:])
         words = self.variables.get(name[1]) if name else None
+        if name and name[3] and words and all(word.known and not word.text for word in words):
+            words = None  # `:-` is for what is empty too
         if words is None:
-            if name and name[3] is not None:
-                return self._expand(name[3], fields, split=split)
+            if name and name[4] is not None:
+                return self._expand(name[4], fields, split=split)
             return fields.add(piece, known=False)
         return fields.put(words if name and name[2] else words[:1], split=split, apart=bool(name and name[2]))
 
@@ -207,6 +216,11 @@ class _Fields:
             if number and (apart or split):
                 self._open = False
             self.add(value.text, known=value.known, where=value.where if apart or value.where == GIVEN else "")
+
+
+def _overrides(words: list[Word]) -> bool:
+    """Whether there are words, and all are overrides."""
+    return bool(words) and all(_OVERRIDE.fullmatch(word.text) for word in words)
 
 
 def _joined(words: list[Word], where: str) -> Word:

@@ -14,13 +14,16 @@ from moeref.check.readers import provider
 from moeref.check.readers.reading import OPTIMIZER, SIZES, STAGES, Reading, under
 from moeref.check.readers.tree import (
     Names,
+    Tree,
     batch,
+    chosen_backend,
     engine_returns_routes,
     only_megatron,
     ranks,
     read_all,
     sequence_parallel,
 )
+from moeref.check.report import Problem
 from moeref.check.value import Value
 
 NAME = "SkyRL"
@@ -34,6 +37,8 @@ _BATCH = ("trainer.micro_train_batch_size_per_gpu", "trainer.policy_mini_batch_s
 _TOKENS = "trainer.max_tokens_per_microbatch"  # above 0 it makes the microbatches
 _RECOMPUTE = "trainer.gradient_checkpointing"
 _MTP, _REPLAY = "trainer.mtp.enabled", f"{_MEGATRON}moe_enable_routing_replay"
+#: Its name, and its older one.
+_PACKED, _STRATEGY = ("trainer.remove_microbatch_padding", "trainer.use_sample_packing"), "trainer.strategy"
 _ROUTES = "generator.inference_engine.enable_return_routed_experts"
 
 #: Settings of `megatron_config` under TransformerConfig's names -> default.
@@ -85,7 +90,7 @@ NAMES = Names(
     },
     read=frozenset(
         {
-            *(_REPLAY, _MTP, _RECOMPUTE, _TOKENS, *_BATCH, *_RANKS),
+            *(_REPLAY, _MTP, _RECOMPUTE, _TOKENS, *_PACKED, *_BATCH, *_RANKS),
             *("trainer.bf16", "trainer.flash_attn", f"{_MEGATRON}mtp_num_layers"),
         }
     ),
@@ -114,12 +119,15 @@ NAMES = Names(
 def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     """The reading of YAML files and scripts, in order; dotted names in `given` are overrides."""
     reading, tree = read_all(NAME, paths, given, program=PROGRAM, defaults=DEFAULTS, names=NAMES)
-    return _finished(reading, tree.values)
+    return _finished(reading, tree)
 
 
-def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
+def _finished(reading: Reading, tree: Tree) -> Reading:
     """The reading after what SkyRL derives."""
-    only_megatron(at.get("trainer.strategy"))
+    at = tree.values
+    only_megatron(at.get(_STRATEGY))
+    chosen_backend(reading, tree, _STRATEGY, "fsdp")
+    _packed(reading, at)
     ranks(reading, at, *_RANKS)
     sequence_parallel(reading)
     batch(reading, at, *_BATCH, by_tokens=type(at[_TOKENS].value) is not int or at[_TOKENS].value > 0)
@@ -140,6 +148,20 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     reading.settings.setdefault("attention_backend", backend)
     own = {"variable_seq_lengths": True, "masked_softmax_fusion": True}
     return provider.build(reading, provider.MEGATRON_BRIDGE, own, NAME)
+
+
+def _packed(reading: Reading, at: Mapping[str, Value]) -> None:
+    """Put in what follows where sequences are padded and not packed: context parallelism is refused."""
+    packed = next((at[name] for name in _PACKED if name in at), None)
+    if packed is None or (packed.known and packed.value):
+        return
+    if not packed.known:
+        reading.computed["packing"] = packed
+        return
+    text = f"{packed.name} ({packed.source}) is off, and context parallelism needs it: {NAME} asserts it"
+    refused = Problem(NAME, text, f"set {_PACKED[0]}=true")
+    reading.by_layout.append(lambda layout: refused if layout.cp > 1 else None)
+    reading.elsewhere.append(packed)
 
 
 def _recompute(reading: Reading, switch: Value) -> None:

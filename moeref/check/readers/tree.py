@@ -36,6 +36,8 @@ class Tree:
     """Values by dotted path. Later ones replace earlier ones."""
 
     values: dict[str, Value] = field(default_factory=dict)
+    #: Words of scripts that say where the tree is; None without a script.
+    where: list[str] | None = None
 
     def defaults(self, framework: str, values: Mapping[str, Any]) -> None:
         """Put the framework's defaults where nothing is said. Raises CheckError for a value above one or below it."""
@@ -193,7 +195,9 @@ def read_all(
             tree.read(path, inherits=inherits)
             continue
         _, words = entry(read_script([path], Tree.variables(given)), program, reading)
-        others = [word for word in tree.overrides(words) if not _WHERE.fullmatch(word.text)]
+        rest = tree.overrides(words)
+        tree.where = [*(tree.where or []), *(word.text for word in rest if _WHERE.fullmatch(word.text))]
+        others = [word for word in rest if not _WHERE.fullmatch(word.text)]
         reading.unread += [Value(word.text, "", word.where, word.known) for word in others]
     tree.given(given)
     tree.defaults(name, defaults)
@@ -208,12 +212,22 @@ def only_megatron(backend: Value | None, *, megatron: object = "megatron") -> No
         raise CheckError(f"{backend.source}: {backend.name}={backend.value}: moeref knows Megatron only")
 
 
-def engine_returns_routes(reading: Reading, at: Mapping[str, Value], replay: Value, engine: str) -> None:
+def chosen_backend(reading: Reading, tree: Tree, backend: str, default: str) -> None:
+    """Put in a problem where a script leaves out `backend`, whose default is another one than Megatron."""
+    named = any("megatron" in word for word in tree.where or ())
+    if tree.where is not None and backend not in tree.values and not named:
+        text = f"{backend} is not given, and the default of {reading.framework} is {default}, which is no Megatron"
+        reading.problems.append(Problem(reading.framework, text, f"give {backend}=megatron", refused=False))
+
+
+def engine_returns_routes(
+    reading: Reading, at: Mapping[str, Value], replay: Value, engine: str, *, says: str = "asserts it"
+) -> None:
     """Put in a problem where routes of the rollout are replayed and the engine is not asked for them by `engine`."""
     asked = at.get(engine) or Value(engine, False, f"default of {reading.framework}")
     if asked.known and not asked.value:
         text = f"{replay.name} ({replay.source}) replays the engine's routes, and {asked.name}={asked.value}"
-        text += f" ({asked.source}) asks for none: {reading.framework} asserts it"
+        text += f" ({asked.source}) asks for none: {reading.framework} {says}"
         reading.problems.append(Problem(reading.framework, text, f"set {engine}=true"))
 
 
@@ -231,10 +245,10 @@ def ranks(reading: Reading, at: Mapping[str, Value], nodes: str, each: str) -> N
 def batch(reading: Reading, at: Mapping[str, Value], micro: str, *factors: str, by_tokens: object = False) -> None:
     """Put in what a replica takes at a time, and the samples that are dealt out: the product of `factors`.
 
-    Where tokens make the microbatches, or one of the numbers is not known, they decide nothing here.
+    Where tokens make the microbatches, or one of the numbers is not known or 0, they decide nothing here.
     """
     found = [at[path] for path in (micro, *factors) if path in at and type(at[path].value) is int]
-    if by_tokens or len(found) <= len(factors):
+    if by_tokens or len(found) <= len(factors) or any(value.value < 1 for value in found[1:]):
         reading.elsewhere += [value for value in found if value.given]
         return
     size, *parts = found

@@ -1,7 +1,7 @@
-"""Reads verl's Hydra trees: `ppo_megatron_trainer` with overrides, in YAML files or in a script that calls `main_ppo`.
+"""Reads verl's Hydra trees: `ppo_trainer` with overrides, in YAML files or in a script that calls `main_ppo`.
 
-verl builds the policy's config from the model's own with mbridge or Megatron-Bridge and adds its override. MTP layers
-are left out unless `model.mtp.enable` is set. Names and defaults: verl at b178a3cd56f5, mbridge at 10cb17f59dd0.
+verl builds the policy's config from the model's own with Megatron-Bridge or mbridge and adds its override. MTP layers
+are left out unless `model.mtp.enable` is set. Names and defaults: verl at 1dda039b9c63, mbridge at 10cb17f59dd0.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from moeref.check.readers.tree import (
     Names,
     Tree,
     batch,
+    chosen_backend,
     engine_returns_routes,
     only_megatron,
     ranks,
@@ -32,11 +33,13 @@ PROGRAM = r"verl\.(?:trainer|experimental|recipe)\S*|recipe\.\S+|(?:.*/)?main_pp
 _ACTOR = "actor_rollout_ref.actor."
 _MEGATRON = f"{_ACTOR}megatron."
 _OVERRIDE = f"{_MEGATRON}override_transformer_config."
-_REPLAY, _MTP = f"{_ACTOR}router_replay.mode", "actor_rollout_ref.model.mtp.enable"
+_REPLAY, _MTP = f"{_MEGATRON}router_replay.mode", "actor_rollout_ref.model.mtp.enable"
+#: What workers before those of engines read in its place.
+_OLD_REPLAY = f"{_ACTOR}router_replay.mode"
 _ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 _BRIDGE = (f"{_MEGATRON}use_mbridge", f"{_MEGATRON}vanilla_mbridge")
 _DYNAMIC = f"{_ACTOR}use_dynamic_bsz"
-_WORKER = "trainer.use_legacy_worker_impl"
+_ENGINE = "model_engine"
 _MODES = ("disabled", "R2", "R3")
 #: `utils/config.py validate_config` divides all samples of a step over replicas and microbatches.
 _BATCH = (f"{_ACTOR}ppo_micro_batch_size_per_gpu", "data.train_batch_size", "actor_rollout_ref.rollout.n")
@@ -55,7 +58,7 @@ DEFAULTS: dict[str, Any] = {
     f"{_MEGATRON}seed": 42,
     f"{_MEGATRON}dtype": "bfloat16",
     f"{_MEGATRON}use_mbridge": True,
-    f"{_MEGATRON}vanilla_mbridge": True,
+    f"{_MEGATRON}vanilla_mbridge": False,
     f"{_OVERRIDE}recompute_granularity": None,
     f"{_OVERRIDE}recompute_modules": ["core_attn"],
     f"{_OVERRIDE}recompute_method": None,
@@ -80,10 +83,15 @@ NAMES = Names(
         "actor_rollout_ref.model.lora.rank": "adapters",
         f"{_MEGATRON}override_mcore_model_config": "a config of its own",
         "actor_rollout_ref.model.external_lib": "code of its own",
+        f"{_MEGATRON}use_megatron_fsdp": "Megatron-FSDP",
+        f"{_MEGATRON}dynamic_context_parallel": "groups of context parallelism change with the batch",
+        f"{_MEGATRON}qat.enable": "weights are rounded in training",
+        f"{_ACTOR}qat.enable": "weights are rounded in training",
+        f"{_MEGATRON}pad_to_length": "packed sequences are padded to a bucket",
     },
     read=frozenset(
         {
-            *(_REPLAY, _MTP, _DYNAMIC, *_BATCH, *_STEP, *_BRIDGE, *_RANKS),
+            *(_REPLAY, _OLD_REPLAY, _MTP, _DYNAMIC, _ENGINE, *_BATCH, *_STEP, *_BRIDGE, *_RANKS),
             *(f"{_MEGATRON}dtype", f"{_MEGATRON}sequence_parallel", f"{_ACTOR}strategy"),
         }
     ),
@@ -96,15 +104,24 @@ NAMES = Names(
         *("data.", "algorithm.", "critic.", "reward_model.", "reward_manager.", "custom_reward_function.", "trainer."),
         *("actor_rollout_ref.rollout.", "actor_rollout_ref.ref.", "actor_rollout_ref.model.", "global_profiler."),
         *("actor_rollout_ref.hybrid_engine", "actor_rollout_ref.nccl_timeout", "ray_kwargs.", "transfer_queue."),
-        *("defaults", "hydra", "async_training.", "rollout.", "reward."),
+        *("defaults", "hydra", "async_training.", "rollout.", "reward.", "distillation."),
         # Of the actor, all but the part of Megatron; and of that, how it is kept and optimized.
         *(f"{_ACTOR}{name}" for name in ("ppo_", "use_", "clip_", "kl_", "entropy_", "loss_", "optim.", "checkpoint.")),
         *(f"{_ACTOR}{name}" for name in ("policy_loss.", "profiler.", "shuffle", "data_loader_seed", "load_weight")),
         *(f"{_ACTOR}{name}" for name in ("grad_clip", "router_replay.", "tis_", "rollout_n", "calculate_", "freeze_")),
         *(f"{_ACTOR}{name}" for name in ("_target_", "engine.", "model_config.", "fsdp_config.", "global_batch_info")),
+        *(f"{_ACTOR}{name}" for name in ("qat.", "entropy_from_logits")),
         *(f"{_MEGATRON}{name}" for name in ("param_offload", "grad_offload", "optimizer_offload", "use_distributed")),
         *(f"{_MEGATRON}{name}" for name in ("use_dist_checkpointing", "dist_checkpointing", "override_ddp_config")),
         *(f"{_MEGATRON}{name}" for name in ("use_remove_padding", "forward_only", "load_weight", "_target_", "extra")),
+        *(
+            f"{_MEGATRON}{name}"
+            for name in ("entropy_from_logits", "dist_ckpt_", "distrib_optim_", "pad_bshd_", "qat.")
+        ),
+        *(
+            f"{_MEGATRON}{name}"
+            for name in ("router_replay.", "max_seqlen_per_", "pad_to_length_", "use_fused_kernels")
+        ),
     ),
 )
 
@@ -120,10 +137,12 @@ def _finished(reading: Reading, tree: Tree) -> Reading:
     at = tree.values
     strategy = at.get(f"{_ACTOR}strategy")
     only_megatron(strategy)
+    only_megatron(at.get(_ENGINE))
+    chosen_backend(reading, tree, _ENGINE, "dp")
     if strategy is None:  # `ppo_megatron_trainer` has no such keys
         only_megatron(next((value for path, value in at.items() if path.startswith(f"{_ACTOR}fsdp_config.")), None))
     ranks(reading, at, *_RANKS)
-    use, vanilla = (at[path] for path in _BRIDGE)
+    vanilla = at[_BRIDGE[1]]
     # mbridge derives it from TP; Megatron-Bridge's provider gets what is asked for.
     sequence_parallel(reading, None if vanilla.value else at[f"{_MEGATRON}sequence_parallel"])
     batch(reading, at, *_BATCH, by_tokens=at[_DYNAMIC].value)
@@ -138,13 +157,15 @@ def _finished(reading: Reading, tree: Tree) -> Reading:
     _replay(reading, at[_REPLAY])
     if not at[_MTP].value:
         reading.settings["mtp_num_layers"] = Value(_MTP, None, at[_MTP].source)
-    if not use.value:
-        text = f"{use.name} ({use.source}): verl's own converter makes the config"
-        reading.problems.append(Problem(NAME, text, refused=False))
-    kind = provider.MBRIDGE if vanilla.value else provider.MEGATRON_BRIDGE
     _refusals(reading, at)
-    own = {} if vanilla.value else provider.VERL_ON_MEGATRON_BRIDGE
-    return provider.build(reading, kind, own, NAME)
+    if vanilla.value:
+        return provider.build(reading, provider.MBRIDGE, {}, NAME)
+    vpp = reading.layout.get("vpp")
+    own = {
+        **provider.VERL_ON_MEGATRON_BRIDGE,
+        "overlap_p2p_comm": bool(vpp and type(vpp.value) is int and vpp.value > 1),
+    }
+    return provider.build(reading, provider.MEGATRON_BRIDGE, own, NAME)
 
 
 def _step(reading: Reading, at: Mapping[str, Value]) -> None:
@@ -171,23 +192,27 @@ def _replay(reading: Reading, mode: Value) -> None:
 
 
 def _refusals(reading: Reading, at: Mapping[str, Value]) -> None:
-    """What verl's workers refuse. Its new ones, of `use_legacy_worker_impl=disable`, do not ask for a bridge."""
-    mtp, bridge = at[_MTP], next((at[path] for path in _BRIDGE if at[path].value is False), None)
-    new = at.get(_WORKER)
-    legacy = not (new and new.value == "disable")
-    if mtp.value and bridge and legacy:
-        text = f"{mtp.name} ({mtp.source}) needs {bridge.name}=true ({bridge.source}): verl asserts it"
-        reading.problems.append(Problem(NAME, text, f"set {bridge.name}=true, or leave MTP out"))
-    if at[_REPLAY].value == "R3" and legacy:
-        engine_returns_routes(reading, at, at[_REPLAY], _ROUTES)
-    if mtp.value:
-        reading.by_model.append(functools.partial(_without_mtp, mtp, legacy))
+    """What verl's workers refuse, and what they do not read."""
+    use, mtp, replay, old = (at.get(path) for path in (_BRIDGE[0], _MTP, _REPLAY, _OLD_REPLAY))
+    if use and not use.value:
+        text = f"{use.name} ({use.source}) is off: verl asserts that a bridge makes the model"
+        reading.problems.append(Problem(NAME, text, f"leave {use.name} out"))
+    if replay and replay.value == "R3":
+        engine_returns_routes(reading, at, replay, _ROUTES, says="finds none in the batch, and fails")
+    routes = at.get(_ROUTES)
+    if replay and replay.value == "R2" and routes and routes.known and routes.value:
+        text = f"{routes.name} ({routes.source}) is of R3, and {replay.name} is R2 ({replay.source})"
+        reading.problems.append(Problem(NAME, f"{text}: verl raises ValueError", "drop one of them"))
+    if old and old.value != "disabled" and not (replay and replay.given):
+        text = f"{old.name} ({old.source}) is not read: verl's workers replay as {_REPLAY} says"
+        reading.problems.append(Problem(NAME, text, f"give {_REPLAY}", refused=False))
+    if mtp and mtp.value:
+        reading.by_model.append(functools.partial(_without_mtp, mtp))
 
 
-def _without_mtp(mtp: Value, legacy: bool, model: Model) -> Problem | None:
-    """What is wrong with MTP of a model whose config has no such layers: the older workers assert that it has."""
+def _without_mtp(mtp: Value, model: Model) -> Problem | None:
+    """What is wrong with MTP of a model whose config has no such layers."""
     if model.mtp_layers:
         return None
-    text = f"{mtp.name} ({mtp.source}): the config of {model.family} says no MTP layers, "
-    text += "and verl asserts num_nextn_predict_layers above 0" if legacy else "so there are none to train"
-    return Problem(NAME, text, "leave it out", refused=legacy)
+    text = f"{mtp.name} ({mtp.source}): the config of {model.family} says no MTP layers, and verl raises ValueError"
+    return Problem(NAME, text, "leave it out")

@@ -101,7 +101,7 @@ def check(
     except (ConfigError, LayoutError) as error:
         raise CheckError(str(error)) from error
     _check_sizes(layout, sizes)
-    notes = _of_files(read, draft.model)
+    notes = (*_of_files(read, draft.model), *_of_name(model, read))
     base = Report(title, draft.model, layout, None, replay=chosen.replay, notes=notes, training=trained, hbm=hbm)
     try:
         made = Layout(**sizes)
@@ -130,6 +130,15 @@ def _of_files(published: Model, model: Model) -> tuple[str, ...]:
     if model.mxfp4:
         notes.append("MXFP4 files, blocks of 32 inputs: loading makes experts bf16, and export sends bf16")
     return tuple(notes)
+
+
+def _of_name(name: str | Path | Mapping[str, Any], model: Model) -> tuple[str, ...]:
+    """A note where a model is given by its name and the files of its repository are MXFP4: their config says more."""
+    if isinstance(name, Mapping) or model.mxfp4 or families.weights(str(name)) != "mxfp4":
+        return ()
+    return (
+        f"files of {name} are published in MXFP4; by name its weights count as bf16, so load and send with its config",
+    )
 
 
 def _check_sizes(layout: str, sizes: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moeref.families.catalog import Source, known, published, sources
+from moeref.families.catalog import Source, known, published, sources, weights
 from moeref.families.mapping import ExpertFormat, HFPattern, ParamMapping, SpecNames
 from moeref.families.model import FamilyError, Model, UnmappedModelError
 from moeref.families.quantised import file_blocks
@@ -37,6 +37,7 @@ __all__ = [
     "published",
     "read",
     "sources",
+    "weights",
 ]
 
 

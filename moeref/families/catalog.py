@@ -26,7 +26,7 @@ class Source:
 
     repository: str  # on the Hugging Face hub
     released: str  # year and month
-    weights: str  # as published: "bf16" or "fp8"
+    weights: str  # as published: "bf16", "fp8", "int4" or "mxfp4"
     checked: tuple[str, ...]  # what the config was checked against
     same: tuple[str, ...] = ()  # repositories with the same config
     variants: Mapping[str, Mapping[str, Any]]  # repositories of the same shapes -> keys that differ
@@ -62,6 +62,14 @@ def _spellings() -> dict[str, tuple[str, Mapping[str, Any]]]:
         for spelled, keys in spellings.items():
             found |= dict.fromkeys((spelled.lower(), spelled.lower().rpartition("/")[2]), (name, keys))
     return found
+
+
+def weights(name: str) -> str:
+    """How the repository of a published model has its weights, such as `mxfp4`; "" for another name or spelling."""
+    for spelled, source in sources().items():
+        if name.lower() in (spelled, source.repository.lower(), source.repository.lower().rpartition("/")[2]):
+            return source.weights
+    return ""
 
 
 def known(name: str) -> dict[str, Any]:

@@ -49,6 +49,18 @@ def test_what_is_its_own_and_what_is_not_known(tmp_path: Path) -> None:
         assert f"{flag} (run.sh:1) is not known to this reader" in told(report)
 
 
+def test_yarn_of_its_own_megatron_is_settings(tmp_path: Path) -> None:
+    words = "--original-max-position-embeddings 4096 --beta-fast 1 --beta-slow $SLOW"
+    (tmp_path / "run.sh").write_text(f"python3 train.py {words} --hf-checkpoint Kimi-K2-Instruct")
+    reading = read("miles", [str(tmp_path / "run.sh")], "0.19.2")
+    assert (reading.settings["original_max_position_embeddings"].value, reading.settings["beta_fast"].value) == (
+        4096,
+        1,
+    )
+    assert reading.computed["beta_slow"].value == "$SLOW"
+    assert not reading.unread
+
+
 @pytest.mark.parametrize(("words", "kind"), [("--use-routing-replay", "R2"), ("--use-rollout-routing-replay", "R3")])
 def test_replay(tmp_path: Path, words: str, kind: str) -> None:
     report = miles(tmp_path, words)

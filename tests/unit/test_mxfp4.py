@@ -188,6 +188,10 @@ def test_a_check_tells_what_loading_does(tmp_path: Path) -> None:
     note = "MXFP4 files, blocks of 32 inputs: loading makes experts bf16, and export sends bf16"
     assert note in check(tmp_path, "ep=2").notes
     assert note not in check("gpt-oss-20b", "ep=8").notes
+    named = "files of {} are published in MXFP4; by name its weights count as bf16, so load and send with its config"
+    for name in ("gpt-oss-20b", "openai/gpt-oss-120b"):
+        assert named.format(name) in check(name, "ep=8").notes
+    assert not [text for text in check("mixtral-8x7b", "ep=8").notes if "MXFP4" in text]
 
 
 def test_other_families_have_none() -> None:

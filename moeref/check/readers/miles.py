@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers import megatron_lm, provider, slime
-from moeref.check.readers.arguments import entry, megatron_arguments, read_script
+from moeref.check.readers.arguments import destination, entry, megatron_arguments, read_script
 from moeref.check.readers.reading import Reading
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
@@ -43,6 +43,8 @@ OWN = {
     "--rematerialize-param-from-master-weight": "true",
     "--colocate": "true",
 }
+#: Fields of TransformerConfig that miles' own Megatron takes as arguments too -> kind.
+OF_YARN = {"--original-max-position-embeddings": "int", "--beta-fast": "float", "--beta-slow": "float"}
 #: What builds a model or an optimizer, or cuts sequences, as moeref does not map it.
 UNMAPPED = {
     **slime.UNMAPPED,
@@ -80,7 +82,7 @@ def names() -> dict[str, str]:
     """miles' own arguments -> kind; `elsewhere` if a check has no use for them."""
     text = files("moeref.check.readers").joinpath("miles_arguments.txt").read_text(encoding="utf-8")
     others = {flag: "elsewhere" for flag in text.split() if flag not in megatron_arguments()}
-    return {**others, **OWN}
+    return {**others, **OWN, **OF_YARN}
 
 
 def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
@@ -89,7 +91,7 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     _, words = entry(read_script(paths, given), slime.PROGRAM, reading)
     engine = {word.text.partition("=")[0]: "elsewhere" for word in words if word.text.startswith(_ENGINE)}
     arguments = megatron_lm.parsed(words, reading, {**engine, **names()})
-    own = slime.take(reading, arguments, OWN, UNMAPPED)
+    own = slime.take(reading, arguments, {**OWN, **OF_YARN}, UNMAPPED)
     if (backend := own.get("train_backend")) and backend.value != "megatron":
         raise CheckError(f"{backend.source}: {backend.name} {backend.value}: moeref knows Megatron only")
     reading.elsewhere += [own[name] for name in (*_KEPT, _STREAM, _REBUILD) if name in own]
@@ -98,6 +100,9 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     width = arguments.get("ffn_hidden_size", Value("--ffn-hidden-size", None, f"default of {NAME}"))
     reading = megatron_lm.finished(reading, arguments, core)
     reading.as_files = _as_files(reading, width)
+    for name in map(destination, OF_YARN):
+        if name in own:
+            (reading.settings if own[name].known else reading.computed)[name] = own[name]
     reading = slime.dealt(reading, slime.replay(own))
     mode = own.get("megatron_to_hf_mode")
     return _bridged(reading, mode) if mode and mode.value == "bridge" else reading

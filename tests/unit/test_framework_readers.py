@@ -192,7 +192,7 @@ def test_rules_on_attention_are_rules() -> None:
         (("-size 2 ", "-size $TP "), "unknown", "$TP (run.sh:5) is computed by the script"),
         (("8 --hf", "8 --spec a b --hf"), "unknown", "a spec of its own"),
         (("8 --hf", "8 --custom-config-path a.yaml --hf"), "unknown", "a file that may replace any argument"),
-        (("{MODEL_ARGS[@]} ", "{NOTHING[@]} "), "unknown", "${NOTHING[@]} (run.sh:15)"),
+        (("{MODEL_ARGS[@]} ", "{NOTHING[@]} "), "refused", "--num-layers, --hidden-size, --num-attention-heads: required"),
         (("8 --hf", "8 --decoder-last-pipeline-num-layers 3 --hf"), "refused", "at one pipeline stage"),
         (("-parallel\n", "-parallel --num-layers 47\n"), "refused", "num_layers=47 replaces 48"),
         (("-parallel\n", "-parallel --vocab-size 8\n"), "refused", "vocab_size=8 (run.sh:6) replaces 151936"),
@@ -390,6 +390,20 @@ def test_a_computed_argument_that_no_check_needs_is_not_missed(slime: Path) -> N
     report = check_reading(read("slime", [str(slime)], "0.19.2"))
     assert report.verdict == "works", report.problems
     assert "$SOMEWHERE/checkpoint" in {value.value for value in report.elsewhere}
+
+
+def test_an_array_that_no_line_of_a_program_sets_is_empty(tmp_path: Path) -> None:
+    def verdict(text: str) -> str:
+        (tmp_path / "run.sh").write_text(text)
+        return check_reading(
+            read("slime", [str(tmp_path / "run.sh")], "0.19.2"), model="qwen3-30b-a3b", verify=False
+        ).verdict
+
+    call = f'python3 train.py {" ".join(QWEN.split())} ${{EVAL_ARGS[@]}} "${{MORE[@]}}"\n'
+    assert verdict(f"#!/bin/bash\n# EVAL_ARGS=(--eval-interval 1)\n{call}") == "works"
+    assert verdict(call) == "unknown"  # another script may source it
+    assert verdict(f"#!/bin/bash\nmapfile -t MORE < file\n{call}") == "unknown"
+    assert verdict(f"#!/bin/bash\nfill EVAL_ARGS\n{call}") == "unknown"
 
 
 @pytest.mark.parametrize("more", ["${MORE[@]}", '"${MORE[@]}"', "$MORE"])

@@ -26,6 +26,9 @@ _PARAMETER = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?:(:?)-(.*))?", re.DOTALL)
 _OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w.@/-]*=.*|~[\w.]+", re.DOTALL)
 #: What the script itself is given: nothing here.
 _OF_THE_SCRIPT = frozenset({"$@", "$*", "${@}", "${*}"})
+#: All of an array. Of one that no line of a program sets it is no word: arrays do not come from the environment.
+_ALL = re.compile(r"\"?\$\{([A-Za-z_]\w*)\[@\]\}\"?")
+_SETS_UNSEEN = re.compile(r"\b(?:eval|mapfile|readarray|read|declare|local)\b")
 #: Where a variable comes from that the caller gives.
 GIVEN = "command line"
 #: Files that source one another, and words of a script: the most that are read.
@@ -59,6 +62,8 @@ class Script:
     _conditions: int = 0
     _guarded: bool = False
     _words: int = 0
+    _text: str = ""  # of all files, without comments
+    _executed: bool = False  # a file that is run, and not sourced by one that might set something
 
     def __post_init__(self) -> None:
         self.variables |= {name: [Word(value, GIVEN)] for name, value in self.given.items()}
@@ -67,7 +72,10 @@ class Script:
         """Read one file. Raises CheckError for a file that cannot be read."""
         if depth > DEEPEST:
             raise CheckError(f"{path}: files source one another more than {DEEPEST} times")
-        for raws, guarded in _statements(text_of(path), path.name):
+        text = text_of(path)
+        self._executed = self._executed or (depth == 0 and text.startswith("#!"))
+        self._text += re.sub(r"(?m)(^|\s)#.*$", "", text)
+        for raws, guarded in _statements(text, path.name):
             self._words += len(raws)
             if self._words > MOST_WORDS:
                 raise CheckError(f"{path}: a script has at most {MOST_WORDS} words")
@@ -153,10 +161,19 @@ class Script:
     def expand(self, raw: str, where: str, *, quoted: bool = False) -> list[Word]:
         """The words that `raw` stands for. If `quoted`, white space in values does not separate words."""
         fields = _Fields(where)
-        if raw.strip('"') in _OF_THE_SCRIPT:
+        if raw.strip('"') in _OF_THE_SCRIPT or self._never_set(raw):
             return []
         self._expand(raw, fields, split=not quoted)
         return fields.words
+
+    def _never_set(self, raw: str) -> bool:
+        """Whether a word is all of an array that nothing sets: no line names it but to expand it."""
+        array = _ALL.fullmatch(raw)
+        if array is None or array[1] in self.variables or not self._executed or self.missing:
+            return False
+        if _SETS_UNSEEN.search(self._text):
+            return False
+        return not re.search(rf"(?<!\{{)\b{array[1]}\b", self._text)
 
     def _expand(self, raw: str, fields: _Fields, *, split: bool) -> None:
         at = 0

@@ -192,7 +192,11 @@ def test_rules_on_attention_are_rules() -> None:
         (("-size 2 ", "-size $TP "), "unknown", "$TP (run.sh:5) is computed by the script"),
         (("8 --hf", "8 --spec a b --hf"), "unknown", "a spec of its own"),
         (("8 --hf", "8 --custom-config-path a.yaml --hf"), "unknown", "a file that may replace any argument"),
-        (("{MODEL_ARGS[@]} ", "{NOTHING[@]} "), "refused", "--num-layers, --hidden-size, --num-attention-heads: required"),
+        (
+            ("{MODEL_ARGS[@]} ", "{NOTHING[@]} "),
+            "refused",
+            "--num-layers, --hidden-size, --num-attention-heads: required",
+        ),
         (("8 --hf", "8 --decoder-last-pipeline-num-layers 3 --hf"), "refused", "at one pipeline stage"),
         (("-parallel\n", "-parallel --num-layers 47\n"), "refused", "num_layers=47 replaces 48"),
         (("-parallel\n", "-parallel --vocab-size 8\n"), "refused", "vocab_size=8 (run.sh:6) replaces 151936"),

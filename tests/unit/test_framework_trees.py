@@ -261,6 +261,33 @@ def test_megatron_bridge_s_newer_families(tmp_path: Path, model: str) -> None:
     assert report.settings["moe_token_dispatcher_type"] == "alltoall"
 
 
+@pytest.mark.parametrize(
+    ("model", "layout", "balancing"),
+    [
+        ("glm-5", "tp=4,pp=4,ep=16,etp=1,world=128,last=18", "aux_loss"),
+        ("kimi-k2.5", "tp=4,pp=4,ep=16,etp=1,world=128,last=13", "seq_aux_loss"),
+        ("deepseek-v3.2", "tp=4,pp=4,ep=16,etp=1,world=128,last=13", "seq_aux_loss"),
+        ("minimax-m2", "tp=4,pp=2,ep=16,etp=1,world=128", "aux_loss"),
+        ("qwen3.5-35b-a3b", "tp=4,ep=16,etp=1,world=16", "aux_loss"),
+    ],
+)
+def test_mcore_bridge_s_newer_families(tmp_path: Path, model: str, layout: str, balancing: str) -> None:
+    (tmp_path / "run.sh").write_text(SWIFT)
+    reading = read("ms-swift", [str(tmp_path / "run.sh")], "0.19.2")
+    report = check_reading(reading, model=model, layout=layout, training={"global_batch_size": 128}, verify=False)
+    assert report.verdict == "works", report.problems
+    assert report.settings is not None
+    assert report.settings["moe_router_load_balancing_type"] == balancing
+
+
+def test_mbridge_makes_qwen3_5(tmp_path: Path) -> None:
+    report = verl(tmp_path, VERL.replace("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"), VANILLA)
+    assert report.verdict == "works", report.problems
+    assert report.settings is not None
+    names = ("masked_softmax_fusion", "moe_router_dtype", "moe_shared_expert_overlap", "moe_router_bias_update_rate")
+    assert [report.settings[name] for name in names] == [False, "fp32", True, 0.001]
+
+
 def test_the_backend_of_flex_is_ignored_under_another_dispatcher(tmp_path: Path) -> None:
     text = "policy: {megatron_cfg: {moe_token_dispatcher_type: KIND, moe_flex_dispatcher_backend: hybridep}}"
     report = nemo(tmp_path, f"defaults: base.yaml\n{text.replace('KIND', 'alltoall')}\n")

@@ -30,7 +30,7 @@ from moeref_conformance.contract.requests.logprobs import (
     rolled,
     temperature,
 )
-from moeref_conformance.contract.requests.policy import REPLAYED, loss
+from moeref_conformance.contract.requests.policy import REPLAYED, UNROUTED, loss
 from moeref_conformance.judges import JUDGES, Case
 from moeref_conformance.judges.adapters import ROUNDED
 from moeref_conformance.oracles import adapters, logprobs, optimizer, policy, routed
@@ -87,7 +87,7 @@ class Model:
         with pytest.MonkeyPatch.context() as patch:
             computing_in_fp64(patch)
             self.exact = routed.routed(self.want)
-            self.policy = policy.gradients(self.want)
+            self.policy = policy.gradients(self.want, asked=loss(UNROUTED[0], one))
 
     def inventory(self) -> list[dict[str, Any]]:
         placed = Placement(self.cell, self.want.config, self.want.tensors)
@@ -144,7 +144,7 @@ def test_a_gradient_of_one_tensor_that_is_off_by_1_percent_is_found(model: Model
 
 
 def test_gradients_on_the_limit_pass_and_behind_it_do_not(model: Model) -> None:
-    gradients = policy.gradients(model.want)
+    gradients = policy.gradients(model.want, asked=loss(UNROUTED[0], model.cell))
     name = "model.layers.1.self_attn.o_proj.weight"
     largest = float(gradients[name].abs().max())
     for times, found in ((0.9, 0), (1.1, 1)):
@@ -156,7 +156,8 @@ def test_gradients_on_the_limit_pass_and_behind_it_do_not(model: Model) -> None:
 
 def test_all_gradients_of_a_policy_in_bf16_may_be_off_by_its_rounding_twice(tmp_path: Path) -> None:
     model = Model(cell("qwen3_moe", "one", dtype="bfloat16", replay="R3", loss_mask=True), tmp_path)
-    right = {step: policy.gradients(model.want, ROUTES, missing=False, asked=loss(step)) for step in REPLAYED}
+    of = partial(policy.gradients, model.want, ROUTES, missing=False)
+    right = {step: of(asked=loss(step, model.cell)) for step in REPLAYED}
 
     def judged(more: float) -> Outcome:
         moved = {

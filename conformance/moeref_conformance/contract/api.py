@@ -241,9 +241,10 @@ class Policy(Protocol):
         It is the mean, over the tokens of all data-parallel replicas where `mask_BS` is True, of
         -(advantage · logprob + `entropy` · H). The log-probability of a token and the entropy H of what it is drawn
         from are of logits divided by `temperature`, over the unpadded vocabulary, as in `Logprobs`. In some steps the
-        temperature is 1 and `entropy` 0. Advantages are constants in fp32, of both signs. Rows of tokens, mask and
-        advantages are as in `Gradients.gradients`, and so are the cell's `router_loss` and the loss of multi-token
-        prediction layers, which are added, and a step in which all replicas have no token to train on.
+        temperature is 1 and `entropy` 0; in others it is 0.01, and some probabilities are 0 in fp32. Advantages are
+        constants in fp32, of both signs. Rows of tokens, mask and advantages are as in `Gradients.gradients`, and so
+        are the cell's `router_loss` and the loss of multi-token prediction layers, which are added, and a step in which
+        all replicas have no token to train on.
 
         In a cell with `bias_update` the answer has the experts' bias too, as there: updated by all tokens of the step,
         whether they are trained on or not.

@@ -162,7 +162,7 @@ def _of_policy(case: Case, step: str, routes: str, dtype: torch.dtype = torch.fl
 
     transformers computes them in `dtype`.
     """
-    asked = loss(step)
+    asked = loss(step, case.cell)
     if case.cell.mtp:
         return with_mtp(case, routes or "native", policy=asked).gradients
     balancing = balanced(case, case.cell.router_loss)
@@ -403,7 +403,7 @@ def _cause(case: Case, record: RankRecord, key: str, phase: str, want: torch.Ten
 @once
 def _without_router_loss(case: Case, phase: str) -> Placement:
     """The gradients of the same step without the loss of the routers."""
-    of_policy = partial(policy.gradients, asked=loss(phase))
+    of_policy = partial(policy.gradients, asked=loss(phase, case.cell))
     plain = of_policy(expected(case)) if phase in UNROUTED else oracle(case, "native").gradients
     return Placement(case.cell, expected(case).config, plain)
 
@@ -428,7 +428,7 @@ def _of_groups(case: Case, rank: int, key: str, phase: str, rows: int) -> Iterat
 def _loss_of(case: Case, phase: str) -> dict[str, Any]:
     """The policy's loss that a phase is of, if it is of one, and the set of routes that it is under."""
     under = dict.fromkeys(REPLAYED, ROUTES) | {step: step[-1] for step in ("step-a", "recompute-b")}
-    asked = loss(phase) if phase in (*UNROUTED, *REPLAYED) else None
+    asked = loss(phase, case.cell) if phase in (*UNROUTED, *REPLAYED) else None
     return {"policy": asked, "routes": under.get(phase, "")}
 
 

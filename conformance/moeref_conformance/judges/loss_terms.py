@@ -15,6 +15,8 @@ from moeref_conformance.oracles.placement import Placement
 HEAD = "lm_head.weight"
 #: A gradient is explained if no more of its length than this is left, and a token counts alike within this part.
 EXPLAINED, ALIKE = 1e-3, 1e-2
+#: A term that is a smaller part of the largest, as the entropy of a draw that is all but sure, is lost in rounding.
+TELLING = 1e-3
 
 
 @once
@@ -45,7 +47,9 @@ def counted(
     of_tokens_NK = torch.cat(
         [torch.einsum("tv,th->vht", term_TV[:, rows], terms.states_TH).flatten(0, 1) for term_TV in kinds], 1
     )
-    found_K2 = torch.linalg.lstsq(of_tokens_NK, both_N2).solution
+    length_K = of_tokens_NK.norm(dim=0)
+    of_tokens_NK *= length_K > TELLING * length_K.max()
+    found_K2 = torch.linalg.lstsq(of_tokens_NK, both_N2, driver="gelsd").solution  # terms may be alike
     left = (of_tokens_NK @ found_K2 - both_N2).norm(dim=0)
     if bool((left > EXPLAINED * both_N2.norm(dim=0)).any()):
         return ""

@@ -110,7 +110,7 @@ def _saved(facet: Policy, context: Context, name: str) -> None:
     tokens_BS, mask_BS, advantages_BS = (
         gradients.batch(gradients.of_replica(of_BS, cell, context.rank), cell) for of_BS in of_all
     )
-    rest = mask_BS, advantages_BS, requests.loss(name), _routes(context)
+    rest = mask_BS, advantages_BS, requests.loss(name, cell), _routes(context)
     if cell.bias_update:
         other_BS = backwards(tokens_BS)
         _asked(facet, context, other_BS, *rest)

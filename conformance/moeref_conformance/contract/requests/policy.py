@@ -26,6 +26,9 @@ class Loss(NamedTuple):
 
 #: With entropies at a temperature, and what RL asks for most, for which targets may have a way of its own.
 WHOLE, PLAIN = Loss(OTHER_TEMPERATURE, ENTROPY), Loss(1.0, 0.0)
+#: With entropies of probabilities from nearly 1 down to those that fp32 has no number for, as trained models have them:
+#: of a model of random weights at a temperature near 0. Most tokens are less likely than the 20th power of 1 / e.
+PEAKED = Loss(0.01, ENTROPY)
 
 
 def unrouted(cell: Cell) -> tuple[str, ...]:
@@ -43,9 +46,14 @@ def recomputed(step: str) -> bool:
     return step in (UNROUTED[1], REPLAYED[1])
 
 
-def loss(step: str) -> Loss:
-    """The loss of a step, plain where layers are recomputed."""
-    return PLAIN if recomputed(step) else WHOLE
+def loss(step: str, cell: Cell) -> Loss:
+    """The loss of a step: plain where layers are recomputed, else peaked under the routers' own choice.
+
+    Not peaked beside another loss, whose gradients would be small beside it.
+    """
+    if recomputed(step):
+        return PLAIN
+    return WHOLE if step in REPLAYED or cell.router_loss or cell.mtp else PEAKED
 
 
 def advantages(tokens_BS: torch.Tensor) -> torch.Tensor:

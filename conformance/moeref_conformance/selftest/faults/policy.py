@@ -25,6 +25,8 @@ Wrap = Callable[[Session, Cell, World], Any]
 #: What the samples of a pack are padded to multiples of under TP2 and CP2.
 UNIT = 8
 PACKED = cell("qwen3_moe", "tp2-cp2", loss_mask=True, batch="packed")
+#: Where log-probabilities are clamped.
+UNLIKELY = -20.0
 IN_BF16 = cell("qwen3_moe", "one", dtype="bfloat16", replay="R3", loss_mask=True)
 
 
@@ -143,6 +145,33 @@ def _entropy_at_temperature_1(session: Session, cell: Cell, world: World) -> Any
 def _in_bf16_without_entropies(asked: Asked) -> Asked:
     """Where no entropy counts, another backward pass is taken, which rounds gradients of log-probabilities."""
     return asked if asked.entropy else replace(asked, advantages_BS=asked.advantages_BS.bfloat16().float())
+
+
+def _unlikely_left_out(session: Session, cell: Cell, world: World) -> Any:
+    """Log-probabilities are clamped at -20 in a step, so that less likely tokens have no gradient of theirs."""
+    good, asked = session.policy, session.logprobs
+
+    def policy_gradients(tokens_BS: Any, mask_BS: Any, advantages_BS: Any, temperature: float, *more: Any) -> Any:
+        found: Any = asked.logprobs(tokens_BS, temperature)  # type: ignore[union-attr]
+        likely_BS = torch.nn.functional.pad(found.logprobs_BS >= UNLIKELY, (1, 0), value=True)
+        given = (tokens_BS, mask_BS, advantages_BS * likely_BS, temperature, *more)
+        return good.policy_gradients(*given)  # type: ignore[union-attr]
+
+    return facet(session, "policy", policy_gradients=policy_gradients)
+
+
+def _entropy_of_nothing(session: Session, cell: Cell, world: World) -> Any:
+    """Terms of an entropy whose probability is 0 count as 0, and their gradient is 0 times infinity."""
+    good, forward = session.policy, session.forward
+
+    def policy_gradients(*asked: Any) -> Gradients:
+        tokens_BS, *_, temperature, entropy = asked
+        found: Any = good.policy_gradients(*asked)  # type: ignore[union-attr]
+        logits_BSV: Any = forward.logits(tokens_BS)  # type: ignore[union-attr]
+        nan = torch.nan if entropy and not (logits_BSV / temperature).softmax(-1).all() else 0.0
+        return {key: gradient + nan for key, gradient in found.items()}
+
+    return facet(session, "policy", policy_gradients=policy_gradients)
 
 
 def _rows(session: Session) -> int:
@@ -475,6 +504,24 @@ FAULTS = (
         wrap=_asked(_in_bf16_without_entropies),
         one_rank=True,
         says="recomputed_policy: the gradient of",
+    ),
+    Fault(
+        id="policy-clamps-unlikely-tokens",
+        bug="MakazhanAlpamys/Soup#994 in kind: logprobs of a step are clamped, and unlikely tokens have no gradient",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_unlikely_left_out,
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="policy-entropy-of-no-probability",
+        bug="TRL#7252 (review): an entropy is right where probabilities round to 0, and its gradient is NaN",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_entropy_of_nothing,
+        one_rank=True,
+        diagnosis="are NaN",
     ),
     Fault(
         id="policy-leaves-out-the-padding-id",

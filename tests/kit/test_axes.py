@@ -19,7 +19,7 @@ FROZEN = {
     "static": (33, "8483eda9e207cf2b", "78086252"),
     "smoke": (10, "e6b43a32b12f81cc", "7a2aaa45"),
     "peers": (59, "852870341ad41f17", "df735fa7"),
-    "rollout": (5, "474b6c4c1f139995", "9791c663"),
+    "rollout": (7, "05d31ac12a74b96f", "834a269d"),
 }
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from moeref_conformance.contract.backends import GPU_BACKENDS
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.requests.logprobs import OTHER_TEMPERATURE
 
@@ -49,11 +50,13 @@ def recomputed(step: str) -> bool:
 def loss(step: str, cell: Cell) -> Loss:
     """The loss of a step: plain where layers are recomputed, else peaked under the routers' own choice.
 
-    Not peaked beside another loss, whose gradients would be small beside it.
+    Not peaked beside another loss, whose gradients would be small beside it; nor on a GPU, where the rounding of peaked
+    ones is not measured.
     """
     if recomputed(step):
         return PLAIN
-    return WHOLE if step in REPLAYED or cell.router_loss or cell.mtp else PEAKED
+    whole = step in REPLAYED or cell.router_loss or cell.mtp or cell.backend in GPU_BACKENDS
+    return WHOLE if whole else PEAKED
 
 
 def advantages(tokens_BS: torch.Tensor) -> torch.Tensor:

@@ -214,10 +214,10 @@ def test_systems_are_documented_as_computed() -> None:
 
 #: Published settings: where their facts are in tests/upstream/published, the file, and what decides the padding.
 PUBLISHED = (
-    ("verl", "run_qwen3moe-30b_megatron_lora.sh", Run(tp=2, cp=2)),
+    ("verl", "lora/run_qwen3_30b_a3b_megatron.sh", Run(tp=2, cp=2)),
     ("verl", "grpo_30b_a3b_base_math_megatron_96_32.sh", Run(tp=2, cp=2)),
-    ("verl", "run_moonlight16b_math_megatron.sh", Run(tp=4)),
-    ("verl", "run_deepseek671b_math_megatron_80gb.sh", Run(fused_attention=True)),
+    ("verl", "run_moonlight_16b_a3b_megatron.sh", Run(tp=4)),
+    ("verl", "run_deepseek_v3_671b_megatron.sh", Run(tp=8)),
     ("ms-swift", "moe_colocate_full.sh", Run(tp=4)),
     ("ms-swift", "dpo/moe.sh", Run(tp=4)),
     ("nemo-rl", "grpo-qwen3-30ba3b-8n8g-megatron-cp2-r3.yaml", Run(tp=4, cp=2)),
@@ -245,7 +245,7 @@ def test_published_settings_are_padded_as_the_page_says() -> None:
     lines = []
     for system, name, run in (*PUBLISHED, *ASKED):
         theirs, own = multiples(system, run), _own(run)
-        assert math.lcm(theirs.sample, theirs.total) % own.multiple == 0 or run.fused_attention
+        assert math.lcm(theirs.sample, theirs.total) % own.multiple == 0
         shown = f"{theirs.sample} / {theirs.total} | {own.sample} / {own.multiple}"
         lines.append(f"| {system} | `{name}` | {run.tp}, {run.cp} | {shown} |")
     page = Path(__file__).parents[2] / "docs" / "explanation" / "padding.md"

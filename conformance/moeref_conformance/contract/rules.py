@@ -18,6 +18,7 @@ from moeref_conformance.contract.api import FACETS
 from moeref_conformance.contract.backends import BACKENDS, WITHOUT_MEGATRON
 from moeref_conformance.contract.cells import AXES, DESIGNS, Cell, Claims
 from moeref_conformance.contract.checks import BadInput, check_keys, check_known, nearest, text_list
+from moeref_conformance.contract.standing import FINISHES
 
 LEVELS = ("MUST", "SHOULD")
 
@@ -138,7 +139,7 @@ def select(prefixes: Iterable[str], rules: Mapping[str, Rule] | None = None) -> 
     rules = load_rules() if rules is None else rules
     prefixes = list(prefixes)
     # Where a rank failed other rules are untested, so that a selection without RUN-001 would see nothing wrong.
-    chosen = {"RUN-001"} & rules.keys() if prefixes else set(rules)
+    chosen = {FINISHES} & rules.keys() if prefixes else set(rules)
     for prefix in prefixes:
         matching = {rule_id for rule_id in rules if rule_id.startswith(prefix)}
         if not matching:

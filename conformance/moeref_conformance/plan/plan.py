@@ -15,6 +15,7 @@ from moeref_conformance.contract.cells import Cell, Layout
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.facts import Described
 from moeref_conformance.contract.rules import Rule, groups_of, load_rules, select
+from moeref_conformance.contract.standing import FINISHES
 from moeref_conformance.plan import known_failures
 from moeref_conformance.plan import matrix as matrices
 from moeref_conformance.plan.check_environment import lacks_transformers
@@ -148,7 +149,7 @@ def prepare(settings: Settings, ask: Callable[[str], Described], machine: Machin
     if settings.backend != "auto" or any(cell.backend == ANY_GPU for cell in matrix.cells):
         matrix = matrix.on(machine or Machine(), settings.backend)
     # RUN-001 is in every selection, and no reason to run a cell in which nothing else is judged.
-    wanted = selected - {"RUN-001"} or selected
+    wanted = selected - {FINISHES} or selected
     rules = [rule for rule in load_rules().values() if rule.id in wanted]
     cells = [cell for cell in matrix.select(settings.cells) if _any_applies(rules, matrix, cell)]
     if not cells:

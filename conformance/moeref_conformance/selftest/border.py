@@ -36,11 +36,17 @@ class Swapped:
         return getattr(self._original, name)
 
 
+def config_of(world: World) -> dict[str, Any]:
+    """The Hugging Face config that a target is given."""
+    config: dict[str, Any] = json.loads((world.hf_config / "config.json").read_text())
+    return config
+
+
 def read_as(world: World, change: Callable[[dict[str, Any]], dict[str, Any]]) -> World:
     """A world whose config has other values, which `change` makes of the right ones."""
     folder = world.workdir / "other_config"
     folder.mkdir(exist_ok=True)
-    config = json.loads((world.hf_config / "config.json").read_text())
+    config = config_of(world)
     (folder / "config.json").write_text(json.dumps(config | change(config)))
     return replace(world, hf_config=folder)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moeref_conformance.contract.api import Cell, Session, World
-from moeref_conformance.selftest.border import Change, each_chunk, read_as
+from moeref_conformance.selftest.border import Change, config_of, each_chunk, read_as
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.config import always
 
@@ -70,8 +69,7 @@ def _by_its_share_alone(cell: Cell, world: World) -> tuple[Cell, World]:
 
 def _mtp_of_the_config(session: Session, cell: Cell, world: World) -> Any:
     """There are as many multi-token prediction layers as the config says, whatever the files hold."""
-    config = json.loads((world.hf_config / "config.json").read_text())
-    return always(mtp_num_layers=config.get("num_mtp_modules", 0))(session, cell, world)
+    return always(mtp_num_layers=config_of(world).get("num_mtp_modules", 0))(session, cell, world)
 
 
 FAULTS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -13,7 +12,7 @@ import torch
 
 from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.contract.cells import ROUTER_LOSS_COEFFICIENT
-from moeref_conformance.selftest.border import facet, inventory
+from moeref_conformance.selftest.border import config_of, facet, inventory
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 #: As in published configs, which a framework may read and apply unasked.
@@ -268,7 +267,7 @@ def with_loss(
 
 def _loss_of_the_files(session: Session, cell: Cell, world: World) -> Any:
     """Steps have the loss of routers that the config of the files names."""
-    config = json.loads((world.hf_config / "config.json").read_text())
+    config = config_of(world)
     alpha = config.get("text_config", config).get("aux_loss_alpha", 0.0)
     return with_loss(routing_type="seq_aux_loss", moe_aux_loss_coeff=alpha)(session, cell, world)
 
